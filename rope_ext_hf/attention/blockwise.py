@@ -1,9 +1,10 @@
-"""Attention over zones of keys, each at relative positions of its own, without a (length, length) tensor.
+"""Attention for remapping methods, computed block by block, without a (length, length) tensor.
 
-There are two ways to the same numbers. Where a fused kernel can be used, the visible pairs of a zone are covered by
-tiles, each tile goes through the kernel, forward and backward, and the partial softmaxes are merged (see
-tile_batches.py). In all other cases (soft caps, dropout, unusual masks, decoding steps of padded batches) the scores of
-a few queries at a time are computed.
+The keys before a query fall into zones: ranges of keys, each with its own rule of relative positions. There are two
+ways to the same numbers. Where a fused kernel can be used, the visible pairs of a zone are covered by tiles, each tile
+goes through the kernel, forward and backward, and the partial softmaxes are merged (see tile_batches.py). In all other
+cases (soft caps, dropout, unusual masks, decoding steps of padded batches) the scores of a few queries at a time are
+computed.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ def attend(
     """Return the attention of the newest queries to the keys of all tokens.
 
     Args:
-        rule: the keys that a query sees, and at which relative positions.
+        rule: says which keys a query sees, and at which relative positions.
         rotation: the rotation of the layer; None: queries and keys stay as they are.
         positions: positions and padding of all tokens.
         query: (rows, heads, tokens, head_dim), rotated to `rule.stored_position`, as the keys are.
-        key, value: (rows, kv_heads, past + tokens, head_dim); fewer keys where a sliding-window cache evicted the
-            first ones.
+        key, value: (rows, kv_heads, past + tokens, head_dim); fewer keys where a sliding-window cache evicted the first
+            ones.
         scale: the factor of scores.
         modifiers: changes to the scores.
 
@@ -93,7 +94,8 @@ class _Attention:
 
     The fields are as in `attend`. In its methods, m and n are positions of queries and keys. Positions, and what is
     computed from them, are the same in every layer; `positions.rotations` and `positions.query_scales` keep what the
-    first layer has computed for the next ones. `name` identifies the positions among those of the forward.
+    first layer has computed for the next ones. An argument `name` says which positions of the forward are meant, as a
+    key into these caches.
     """
 
     rule: AttentionRule
@@ -105,7 +107,10 @@ class _Attention:
     windows: bool = False  # whether the kernel takes masks that are numbers
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention, by fused kernels where they can be used."""
+        """Return the attention of the queries to the keys, by fused kernels where they can be used.
+
+        The tensors and the result are as in `attend`.
+        """
         left_padding = self.positions.left_padding
         tensors = (query, key, value, self.modifiers.sinks)
         needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -135,10 +140,10 @@ class _Attention:
     def _rotation_to_own(self, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
         """Return the rotation of queries or keys to their own position, where the nearest zone sees them.
 
-        None: they stay where they are stored.
+        None: they are read as they are stored.
 
         Args:
-            positions: returns (rows or 1, tokens).
+            positions: returns the positions of the queries or keys, (rows or 1, tokens).
             name: identifies the positions among those of the forward.
         """
         if not self.rule.local_zone_exact:
@@ -146,7 +151,15 @@ class _Attention:
         return self._rotation_from_stored(_NEAREST, lambda at: [RemappedPosition(at)], positions, name)
 
     def _rotation_to_zones(self, zones: _Zones, m: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
-        """Return the rotation of queries to their positions in zones, as rows; None: they stay where they are."""
+        """Return the rotation of queries from where they are stored to their positions in each of these zones.
+
+        The result has the zones as rows, in their order. None: the queries stay where they are.
+
+        Args:
+            zones: the numbers of the zones.
+            m: returns the positions of the queries, (rows or 1, tokens).
+            name: says which positions of the forward these are.
+        """
         if zones == _NEAREST:
             return self._rotation_to_own(m, name)
         return self._rotation_from_stored(
@@ -154,7 +167,7 @@ class _Attention:
         )
 
     def _far_keys(self, key: Tensor, n: Callable[[], Tensor], name: Hashable) -> Tensor:
-        """Return keys rotated to where every zone but the nearest sees them."""
+        """Return keys at positions `n`, rotated to the positions at which every zone but the nearest sees them."""
         if not self.rule.by_length:  # they are stored there
             return key
         rotation = self._rotation_from_stored("far keys", lambda at: [self.rule.key_position(at)], n, name)
@@ -167,11 +180,13 @@ class _Attention:
         positions: Callable[[], Tensor],
         name: Hashable,
     ) -> KeyRotation | None:
-        """Return the rotation from `stored_position` to places, as rows; None: nothing moves.
+        """Return the rotation of queries or keys from where they are stored to other positions; None: nothing moves.
+
+        If there are several new positions for each token, the result has a row for each.
 
         Args:
-            target: identifies the places.
-            places: returns them for positions (rows or 1, tokens).
+            target: a name for the new positions, by which the rotation is cached.
+            places: returns the new positions for given positions (rows or 1, tokens).
             positions, name: as in `_rotation_to_own`.
         """
         if self.rotation is None:
@@ -190,7 +205,7 @@ class _Attention:
         return x if rotation is None or self.rotation is None else rotation.apply(x, self.rotation.layout)
 
     def _temperature(self, dtype: torch.dtype, m: Callable[[], Tensor], name: Hashable) -> Tensor | None:
-        """Return the factor of queries at positions m, (rows or 1, 1, tokens, 1); None: 1."""
+        """Return the factor for queries at positions `m`, (rows or 1, 1, tokens, 1). None: they stay as they are."""
         scales = self.positions.query_scales
         entry = (self.rule, self.device, dtype, name)
         if entry not in scales:
@@ -199,17 +214,17 @@ class _Attention:
         return scales[entry]
 
     def _scaled(self, query: Tensor, m: Callable[[], Tensor], name: Hashable) -> Tensor:
-        """Return queries multiplied by their temperature."""
+        """Return queries at positions `m` multiplied by their temperature, the factor by position."""
         scale = self._temperature(query.dtype, m, name)
         return query if scale is None else query * scale
 
     def _rotated_and_scaled(
         self, rotation: KeyRotation | None, query: Tensor, m: Callable[[], Tensor], zones: _Zones, name: Hashable
     ) -> Tensor:
-        """Return queries rotated to zones, as rows, and multiplied by their temperature.
+        """Return queries rotated to the positions that they have in these zones, and multiplied by their temperature.
 
-        The temperature goes into cos and sin, which saves a pass over the queries. Where some dims of a head do not
-        rotate, it cannot, because those have to be scaled as well.
+        The result has the zones as rows. The temperature goes into cos and sin, which saves a pass over the queries.
+        Where some dims of a head do not rotate, it cannot, because those have to be scaled as well.
         """
         if rotation is None or self.rotation is None or self.rotation.layout.dim < query.shape[-1]:
             return self._scaled(self._rotate(rotation, query), m, name)
@@ -226,7 +241,10 @@ class _Attention:
     # --- fused kernels
 
     def _fused(self, needs_grad: bool, query: Tensor, key: Tensor, value: Tensor, padding: int) -> Tensor:
-        """Return the attention of rows that begin with `padding` padded tokens, all others in order."""
+        """Return the attention by fused kernels, for rows that begin with `padding` padded tokens.
+
+        All other tokens of a row must be in order.
+        """
         span, padded_keys = self._span(query, key, padding)
         key, value = key[:, :, padded_keys:], value[:, :, padded_keys:]
         layer, starts = self._blocks(span, query, key)
@@ -251,7 +269,7 @@ class _Attention:
         return out
 
     def _span(self, query: Tensor, key: Tensor, padding: int) -> tuple[_Span, int]:
-        """Return the positions of a row that begins with padded tokens, and the number of its keys at padding."""
+        """Return the positions of a row that begins with `padding` padded tokens, and how many keys are padding."""
         # int(): tiles follow from the length, so that torch.export refuses lengths that are to vary.
         tokens, count = int(query.shape[-2]), int(key.shape[-2])
         # Keys that a sliding-window cache has evicted are outside every query's window.
@@ -263,10 +281,10 @@ class _Attention:
         return _Span(first_key, last - tokens + padded_queries, last, padded_queries), padded_keys
 
     def _blocks(self, span: _Span, query: Tensor, key: Tensor) -> tuple[_Attention, range]:
-        """Return the attention under the form of its rule that costs least, and where blocks of queries begin.
+        """Return this attention with the cheapest equivalent rule, and the positions where blocks of queries begin.
 
-        Every zone has a rotated copy of the queries of a block: the size of blocks bounds that copy, and their number
-        bounds the launches.
+        Every zone has a rotated copy of the queries of a block: the size of a block limits that copy, and the number of
+        blocks limits how many kernels are launched.
         """
         # With windows a zone is one call, and fewer rotations save little where they and the merging are cheap.
         cheap = self.windows and (can_fuse(query) or self.positions.max_joined >= 2 * span.queries)
@@ -280,7 +298,10 @@ class _Attention:
         return self if rule is self.rule else replace(self, rule=rule), starts
 
     def _far_keys_of_span(self, key: Tensor, span: _Span) -> Tensor:
-        """Return keys where far zones see them, without the last keys, which only the nearest zone sees."""
+        """Return keys rotated to where the far zones see them.
+
+        The last keys, which only the nearest zone sees, are left out.
+        """
         if not self.rule.by_length:
             return key
         nearest_of_far = self.rule.zone_distances(span.last)[1][0]
@@ -299,7 +320,7 @@ class _Attention:
         tensors: tuple[Tensor, Tensor, Tensor, Tensor],
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention of one block of queries; arguments as in `_fused_block`."""
+        """Return the attention of one block of queries; the arguments are as in `_fused_block`."""
         if needs_grad:
             result: Tensor = _FusedBlock.apply(self, start, first_key, self.modifiers.sinks, *tensors)  # type: ignore[no-untyped-call]
             return result
@@ -313,7 +334,7 @@ class _Attention:
             start, first_key: positions.
             *tensors: the queries; the keys as they are stored, for the nearest zone; the keys where far zones see them;
                 and the values.
-            out: the memory of the result; None: memory of its own.
+            out: the tensor to write the result to; None: a new one.
         """
         # Zones split the keys of a query into disjoint sets. The softmax over their union is the sum of the parts, each
         # weighted by exp(its log-sum-exp - the joint one): exact, and no score ever leaves a kernel.
@@ -329,9 +350,9 @@ class _Attention:
         return merged
 
     def _zones(self, start: int, first_key: int, *tensors: Tensor) -> Iterator[Zones]:
-        """Yield the zones that a block sees, nearest first; those together whose queries are rotated by one launch.
+        """Yield the zones that a block of queries sees, nearest first, grouped by the launch that rotates the queries.
 
-        Arguments as in `_fused_block`.
+        The arguments are as in `_fused_block`.
         """
         rule, device, (query, key, far_key, value) = self.rule, self.device, tensors
         stop = start + query.shape[-2]
@@ -367,7 +388,10 @@ class _Attention:
     # --- whole scores
 
     def _eager(self, needs_grad: bool, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention by the scores of a few queries at a time, for any mask and any positions."""
+        """Return the attention by computing the scores of a few queries at a time, without fused kernels.
+
+        It works for any mask and any positions.
+        """
         rows, heads, tokens = int(query.shape[0]), query.shape[1], int(query.shape[2])
         score_bytes = SCORE_BYTES.get(query.device.type, SCORE_BYTES["cuda"])
         # (rows, heads, block, keys) in float32, 4 bytes each.
@@ -382,7 +406,10 @@ class _Attention:
         return torch.cat(out, dim=-2)
 
     def _eager_block(self, query: Tensor, key: Tensor, value: Tensor, block: slice) -> Tensor:
-        """Return the attention of a block of the queries."""
+        """Return the attention of some of the queries, by computing their scores.
+
+        `block`: the indices of these queries.
+        """
         tokens, count, device = int(query.shape[-2]), int(key.shape[-2]), query.device
         evicted = self.positions.total - count
         first_visible, end, first_query = 0, count, None
@@ -417,14 +444,17 @@ class _Attention:
     def _zone_scores(
         self, query: Tensor, key: Tensor, m: Tensor, n: Tensor, first_query: int | None, m_name: Hashable, offset: int
     ) -> Tensor:
-        """Return scores (rows, heads, queries, keys) float32, each pair of query and key in its zone.
+        """Return attention scores, computed for each pair of query and key by the rule of its zone.
 
         Args:
             query, key: the block of queries, and the keys that it may see.
             m, n: their positions.
             first_query: the index of the first query among these keys; None: positions are not in order.
-            m_name: identifies `m` among the positions of the forward.
+            m_name: says which positions of the forward `m` are.
             offset: the index of the first of these keys among all keys of the forward.
+
+        Returns:
+            (rows, heads, queries, keys) float32.
         """
         rule, queries, keys = self.rule, query.shape[-2], int(key.shape[-2])
         # Keys that may be in each zone: between the farthest one of the first query and the nearest one of the last.
@@ -506,18 +536,18 @@ class _Attention:
 def _calls_by_zones(
     rule: AttentionRule, start: int, stop: int, low: int, joined: int, windows: bool
 ) -> tuple[int, list[tuple[_Zones, list[KernelCall]]]]:
-    """Return the kernel calls of a block of queries, with zones together whose queries one launch can rotate.
+    """Return the kernel calls for a block of queries, grouped by zones whose queries one launch can rotate.
 
     Args:
         rule: the rule of the layer.
         start, stop: positions of the queries.
         low: the position of the first key.
-        joined: the most queries, those of all zones together, that are rotated at once; 0: zones stay apart.
+        joined: the most queries that are rotated at once, counted anew in each zone; 0: zones are not grouped.
         windows: whether masks may be numbers.
 
     Returns:
-        The first key that the nearest zone has, and the calls of each group of zones. Calls count queries from the
-        first of the block, and keys from `low`; in the nearest zone, from the first key that it has.
+        The position of the first key in the nearest zone, and the calls for each group of zones. Calls count queries
+        from the first of the block, and keys from `low`; in the nearest zone, from its own first key.
     """
     # Far zones may reach back to the first token. Keys that the nearest zone can reach are few, and they alone are
     # rotated for it: (rows, kv_heads, window + queries, head_dim).
@@ -542,7 +572,7 @@ def _calls_by_zones(
 
 
 class _FusedBlock(torch.autograd.Function):
-    """`_Attention._fused_block` and its gradients.
+    """The attention of a block of queries (`_Attention._fused_block`) as an autograd function, with its gradients.
 
     Its arguments, its result and the log-sum-exp of the scores are kept for the backward.
     """
@@ -590,7 +620,10 @@ class _FusedBlock(torch.autograd.Function):
 
 
 def query_key_product(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Return scores (rows, heads, queries, keys) float32; heads share keys in groups."""
+    """Return the scores of all pairs of query and key, (rows, heads, queries, keys) float32.
+
+    Several query heads may share a key head.
+    """
     rows, heads, queries, dim = query.shape
     folded = (query * scale).reshape(rows, key.shape[1], -1, dim)  # before the product: float16 could overflow
     return (folded @ key.transpose(-1, -2)).float().reshape(rows, heads, queries, -1)

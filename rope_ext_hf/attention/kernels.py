@@ -19,7 +19,7 @@ _Three = tuple[Tensor, Tensor, Tensor]
 
 
 class _Fused(NamedTuple):
-    """The fused kernels of one kind of device."""
+    """The functions that run fused attention kernels on one kind of device, and what these kernels can do."""
 
     run: Callable[[Tensor, Tensor, Tensor, float, Mask], tuple[Tensor, Tensor]]
     """(query, key, value, scale, mask) -> output and log-sum-exp."""
@@ -42,7 +42,11 @@ def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask)
 
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Run flash attention or cuDNN's, which take grouped heads; else the memory-efficient kernel, which does not."""
+    """Return the attention by a fused kernel on CUDA, and the log-sum-exp of its scores.
+
+    Flash attention and cuDNN's attention let query heads share key heads; the memory-efficient kernel, used where they
+    cannot run, does not.
+    """
     rows, heads, tokens, dim = query.shape
     if isinstance(mask, int):  # the operator of flash attention used below takes no windows
         flash, sizes = torch.ops.aten._flash_attention_forward, (tokens, key.shape[-2])
@@ -79,7 +83,10 @@ def _cpu_backward(whole: _Three, rows: _Three, scale: float, causal: bool) -> _T
 
 
 def _cuda_backward(whole: _Three, rows: _Three, scale: float, causal: bool) -> _Three:
-    """Run the backward of flash attention, also after cuDNN's forward, or of the memory-efficient kernel."""
+    """Return the gradients on CUDA, by the backward of flash attention or of the memory-efficient kernel.
+
+    The backward of flash attention also serves after cuDNN's forward. The arguments are as in `run_backward`.
+    """
     (grad, out, lse), (query, key, value) = whole, rows
     with torch.enable_grad():  # so that torch chooses for the backward, which takes fewer head_dims on some devices
         chosen = _torch_choice(query.detach().requires_grad_(), key, value, causal)
@@ -101,15 +108,19 @@ def _cuda_backward(whole: _Three, rows: _Three, scale: float, causal: bool) -> _
 
 
 def _torch_choice(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> int:
-    """Return the kernel that scaled_dot_product_attention would run, a value of `SDPBackend`; MATH: no fused kernel.
+    """Return the kernel that scaled_dot_product_attention would run, as a value of `SDPBackend`.
 
-    torch chooses by the device, its own build and the kernels that `torch.nn.attention.sdpa_kernel` allows.
+    MATH stands for no fused kernel. torch chooses by the device, its own build and the kernels that
+    `torch.nn.attention.sdpa_kernel` allows.
     """
     return torch._fused_sdp_choice(query, key, value, is_causal=causal, enable_gqa=query.shape[1] != key.shape[1])
 
 
 def _cuda_kernel(query: Tensor, width: int) -> int:
-    """Return the kernel for heads of `width` dims, a value of `SDPBackend`; MATH: no fused kernel."""
+    """Return the kernel that torch would run for heads of `width` dims, as a value of `SDPBackend`.
+
+    MATH stands for no fused kernel.
+    """
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return SDPBackend.MATH.value
     padded = -(-width // 8) * 8
@@ -125,7 +136,7 @@ KERNELS = {
 
 
 def usable_kernel(query: Tensor, value: Tensor) -> tuple[bool, bool]:
-    """Return whether a fused kernel takes queries and values like these, and whether masks may be numbers.
+    """Return whether a fused kernel can run on such queries and values, and whether masks may be numbers (windows).
 
     Where torch prefers cuDNN's attention, masks may not be numbers, because torch does not offer its windows; tiles
     without windows get the faster kernel.
@@ -166,7 +177,15 @@ def run_kernel(
 
 
 def join_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge rows with the same queries and different keys into one softmax, (1, heads, queries, ...)."""
+    """Merge the softmaxes of rows that have the same queries and different keys.
+
+    Args:
+        out: the attention of each row, (rows, heads, queries, dim).
+        lse: the log-sum-exp of the scores of each row, (rows, heads, queries).
+
+    Returns:
+        Both for all keys together, with a single row.
+    """
     # (queries, heads, 1, rows) @ (queries, heads, rows, head_dim), or heads first, as in memory: no copy.
     order, back = ((2, 1, 0), (2, 1, 0)) if out.stride(1) < out.stride(2) else ((1, 2, 0), (2, 0, 1))
     weights = lse.permute(order).softmax(-1)[:, :, None].to(out.dtype)
@@ -175,7 +194,7 @@ def join_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run_backward(whole: _Three, rows: _Three, scale: float, mask: Mask) -> _Three:
-    """Return the gradients of queries, keys and values in a softmax over these keys and others.
+    """Return the gradients of queries, keys and values that took part in a softmax over these keys and others.
 
     The backward of flash attention computes the weights anew as exp(score - lse). All that it needs of the other keys
     is the product of the output and its gradient, so it is exact for a part of the keys as well (ring attention, Liu et
@@ -202,7 +221,10 @@ def run_backward(whole: _Three, rows: _Three, scale: float, mask: Mask) -> _Thre
 
 
 def _pad_head_dims(widest: int, *tensors: Tensor) -> list[Tensor]:
-    """Return tensors with equally many dims per head, adjacent in memory, as kernels require."""
+    """Return the tensors padded to the same number of dims per head, adjacent in memory, as kernels require.
+
+    `widest`: the largest number of dims per head.
+    """
     multiple = KERNELS[tensors[0].device.type].head_dim_multiple
     wide = -(-widest // multiple) * multiple
     padded = list(tensors)

@@ -1,4 +1,4 @@
-"""Inputs of blockwise attention beside queries, keys and values: a layer's rule, rotation, positions, modifiers."""
+"""The inputs of blockwise attention other than queries, keys and values: rule, rotation, positions, modifiers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rope_ext_hf.rotary.phase import fixed_point_number, phase_to_radians
 
 @dataclass(frozen=True)
 class LocalAttention(AttentionRule):
-    """The rule of a layer whose keys no method moves: causal attention at true relative positions."""
+    """The rule for a layer whose keys no remapping method moves: causal attention at true relative positions."""
 
     window_size: int | None = None  # the number of keys that a query sees, itself included; None: all before it
     method: RemappingMethod | None = None
@@ -36,7 +36,7 @@ class LocalAttention(AttentionRule):
 
 
 class RotationTable:
-    """Fixed-point angles of positions, int64 as in `rotary.phase`.
+    """Computes the angles by which queries and keys at given positions are rotated, in fixed point (`rotary.phase`).
 
     Args:
         inv_freq: (pairs,) float64, radians per token.
@@ -48,7 +48,10 @@ class RotationTable:
         self._phases: dict[float, tuple[int, ...]] = {}
 
     def phase_at(self, position: RemappedPosition, device: torch.device) -> Tensor:
-        """Return the fixed-point angles at positions (...), (..., pairs) int64."""
+        """Return the rotation angle of each pair of dims at each position, in fixed point.
+
+        For positions of shape (...), the result is (..., pairs) int64.
+        """
         phase = torch.zeros((), dtype=torch.int64, device=device)
         if position.positions is not None:
             phase = position.positions.to(device)[..., None] * self.phase_of_distance(1 / position.divisor, device)
@@ -59,9 +62,10 @@ class RotationTable:
     def between(
         self, before: RemappedPosition, after: RemappedPosition, device: torch.device, *more: RemappedPosition
     ) -> KeyRotation:
-        """Return the rotation of queries or keys from one place to another, or to several as rows.
+        """Return the rotation that moves queries or keys from one position to another.
 
-        The positions in `before`, `after` and `more` are (rows or 1, tokens).
+        With `more`, the result has a row for each of `after` and `more`. Each position is a `RemappedPosition`, whose
+        `positions` are (rows or 1, tokens).
         """
         phases = []
         for place in (after, *more):
@@ -73,7 +77,7 @@ class RotationTable:
         return KeyRotation(angle.cos(), angle.sin())
 
     def phase_of_distance(self, tokens: float, device: torch.device) -> Tensor:
-        """Return the fixed-point angles of a distance in tokens, (pairs,) int64."""
+        """Return the angle by which each pair turns over a distance in tokens: fixed point, (pairs,) int64."""
         if tokens not in self._phases:
             self._phases[tokens] = tuple(fixed_point_number(f * tokens) for f in self.inv_freq)
         return constant(self._phases[tokens], device, torch.int64)
@@ -81,7 +85,7 @@ class RotationTable:
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """Positions and padding of the tokens of one forward."""
+    """The positions and the padding of the tokens that one forward reads or finds in the cache."""
 
     query_positions: Tensor  # (rows or 1, tokens) int64, of the new tokens
     key_positions: Tensor  # (rows or 1, past + tokens) int64, of all tokens
@@ -100,15 +104,15 @@ class TokenPositions:
 
     @cached_property
     def total(self) -> int:
-        """The number of tokens of a row, those in the cache included."""
+        """The number of tokens in a row, those in the cache included."""
         return int(self.key_positions.shape[-1])
 
     @cached_property
     def max_joined(self) -> int:
-        """The most queries, counted once for each tile, of a kernel call over several tiles of the same queries.
+        """The most queries in one kernel call that covers several tiles (blocks of keys) of the same queries.
 
-        It bounds the memory: a half of the keys, or a quarter where most keys are new. 0 where there are several rows,
-        whose tiles would have to be copied.
+        Each query counts once for each tile. The limit bounds the memory: it is half the number of keys, or a quarter
+        where most keys are new. It is 0 where there are several rows, whose tiles would have to be copied.
         """
         share = 2 if 2 * self.query_positions.shape[-1] <= self.total else 4
         return self.total // share if len(self.left_padding or ()) == 1 else 0
@@ -120,14 +124,17 @@ class TokenPositions:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """The largest position + 1 of each row, or one for all; the host waits for the device if `counted` is None."""
+        """The length of each row, its largest position + 1; a single number may stand for all rows.
+
+        The host waits for the device if `counted` is None.
+        """
         if self.counted is not None:
             return self.counted
         real = self.key_positions if self.key_mask is None else self.key_positions.where(self.key_mask, -1)
         return tuple((real.amax(-1) + 1).tolist())
 
     def of_rows(self, rows: tuple[int, ...]) -> TokenPositions:
-        """Return the positions of some rows, without what other layers have computed."""
+        """Return the positions of these rows alone, without the cached results that other layers have computed."""
         query_positions, key_positions = (pick_rows(x, rows) for x in (self.query_positions, self.key_positions))
         left_padding = self.left_padding and tuple(self.left_padding[row] for row in rows)
         key_mask = None if self.key_mask is None else pick_rows(self.key_mask, rows)
@@ -135,15 +142,16 @@ class TokenPositions:
 
 
 def pick_rows(x: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """Return some rows of a tensor (rows or 1, ...); one row that stands for all stays.
+    """Return the rows of a tensor that have these indices.
 
-    Slices do it without a copy of indices to the device.
+    A tensor with one row, which stands for all rows, stays as it is. Slices do it without a copy of indices to the
+    device.
     """
     return x if x.shape[0] == 1 else torch.cat([x[row : row + 1] for row in rows])
 
 
 class RowGroup(NamedTuple):
-    """Rows of a forward that attend by one rule, and their positions."""
+    """Rows of one forward that attend by the same rule, and their positions."""
 
     rows: tuple[int, ...] | None  # their indices; None: all rows
     method: RemappingMethod | None  # the remapping method at their length; None: the model's own attention
@@ -151,7 +159,7 @@ class RowGroup(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """The rotation of a layer's queries and keys."""
+    """The frequencies and the dims by which a layer's queries and keys are rotated."""
 
     table: RotationTable
     layout: KeyLayout
@@ -162,7 +170,7 @@ _QueryKeyProduct = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 class ScoreModifiers(NamedTuple):
-    """Changes that some families and hybrids make to scores."""
+    """Changes to attention scores that some model families, and some methods with a score bias, make."""
 
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # (heads,) scores of a key without a value
@@ -175,7 +183,10 @@ class ScoreModifiers(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """True if fused kernels can compute the attention: the scores are not changed, there are at most sinks."""
+        """True if fused kernels can compute the attention.
+
+        Then nothing changes the scores; there may be sinks.
+        """
         if self.mask is not None or self.softcap is not None or self.dropout:
             return False
         return self.bias is None and self.product is None

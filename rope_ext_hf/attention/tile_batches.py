@@ -1,8 +1,9 @@
-"""Batches of tiles for one kernel call, and the merging of their softmaxes; docs/internals.md draws the tiles.
+"""Batching of tiles (blocks of queries and keys) into kernel calls, and the merging of their softmaxes.
 
-Tiles of one size and mask, evenly spaced on a diagonal, are one `KernelCall`: `strided_spans` views their queries as
-(rows, times, heads, size, dim), `batch_rows` makes rows x times rows of it, and the kernel is run once. A call returns
-the softmax over its own keys; `MergedSoftmax` merges it with those of earlier calls.
+docs/internals.md draws the tiles. Tiles of one size and mask, evenly spaced along a diagonal of the attention matrix,
+are one `KernelCall`: `strided_spans` views their queries as (rows, times, heads, size, dim), `batch_rows` makes rows x
+times rows from them, and the kernel is run once. A call returns the softmax over its own keys; `MergedSoftmax` merges
+it with those of earlier calls.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rope_ext_hf.rotary.triton_rotation import can_fuse
 
 
 class Spans(NamedTuple):
-    """`times` ranges of `size` tokens, `step` apart, the first from `begin` on."""
+    """Evenly spaced ranges of tokens: `times` ranges of `size` tokens, beginning at `begin`, `begin` + `step`, ..."""
 
     begin: int
     size: int
@@ -29,12 +30,12 @@ class Spans(NamedTuple):
     times: int = 1
 
     def after(self, first: int) -> Spans:
-        """Return the same ranges, counted from token `first`."""
+        """Return the same ranges, with tokens counted from token `first`."""
         return Spans(self.begin - first, *self[1:])
 
 
 class KernelCall(NamedTuple):
-    """Rectangles of one mask that one kernel call takes, as rows of a batch."""
+    """Rectangles (ranges of queries and keys) with the same mask that one kernel call computes as rows of a batch."""
 
     zones: tuple[int, ...]  # the zone of each row, or one zone for all
     mask: Mask
@@ -49,16 +50,18 @@ def kernel_calls(
 ) -> list[KernelCall]:
     """Group tiles into kernel calls, in the order of their queries.
 
-    Rectangles of one size and one mask, evenly spaced, can share a call. They do so in two ways: three or more
-    rectangles of the same queries, even in different zones, though not in the nearest one; or rectangles of one zone on
-    one diagonal, where the first key minus the first query is the same.
+    Each tile is cut into rectangles. Rectangles that have the same size and mask, and are evenly spaced, can share a
+    call in two ways. First, three or more rectangles with the same queries can; these may be in different zones, but
+    not in the nearest one. Second, rectangles of one zone can if their first key minus their first query is the same
+    (they lie on one diagonal).
 
     Args:
         tiles: tiles in the order of their queries.
         low: keys below this position are left out.
-        max_copied: anticausal tiles are copied to be read backwards; a call of them has at most this many queries.
-        max_joined: the most queries of a call of the first way; each row of the call counts its queries again.
-        windows: whether a mask may be the size of a window in tokens, beside the kinds of masks.
+        max_copied: the most queries in a call with anticausal masks, whose queries and keys are copied to be read
+            backwards.
+        max_joined: the most queries in a call of the first kind; they are counted again in each row of the call.
+        windows: whether a mask may also be a number, the size of a window in tokens.
     """
     calls: list[KernelCall] = []
     same_queries: dict[tuple[bool, Mask, int, int, int], dict[int, int]] = {}  # -> zone by first key
@@ -86,9 +89,9 @@ def kernel_calls(
 
 
 def _even_spans(starts: list[int], size: int, apart: int, most: int) -> Iterator[Spans]:
-    """Yield ranges of `size` tokens that begin at `starts`, evenly spaced ones together.
+    """Yield ranges of `size` tokens that begin at `starts`, with evenly spaced ranges grouped into one `Spans`.
 
-    Ranges that come together are at least `apart` from each other, and at most `most` of them.
+    The ranges in a group begin at least `apart` tokens after each other, and a group has at most `most` ranges.
     """
     run = Spans(starts[0], size)
     for start in starts[1:]:
@@ -102,9 +105,10 @@ def _even_spans(starts: list[int], size: int, apart: int, most: int) -> Iterator
 
 
 def strided_spans(x: Tensor, spans: Spans) -> Tensor:
-    """Return a view of spans of tokens of `x`, (rows, heads, tokens, dim); writing to the view writes to `x`.
+    """Return a view of some ranges of tokens in `x`; writing to the view writes to `x`.
 
-    The view is (rows, times, heads, size, dim), or (rows, heads, size, dim) for a single span.
+    `x`: (rows, heads, tokens, dim). The view is (rows, times, heads, size, dim), or (rows, heads, size, dim) if there
+    is a single range.
     """
     begin, size, step, times = spans
     view = x[:, :, begin : begin + step * (times - 1) + size]
@@ -112,9 +116,9 @@ def strided_spans(x: Tensor, spans: Spans) -> Tensor:
 
 
 def batch_rows(x: Tensor, spans: Spans) -> Tensor:
-    """Return spans as rows of a batch, (rows x times, heads, size, dim).
+    """Return ranges of tokens in `x` as rows of a batch, (rows x times, heads, size, dim).
 
-    It is a view of `x`, or a copy where there are several rows and spans.
+    `x`: (rows, heads, tokens, dim). The result is a view of `x`, or a copy if there are several rows and ranges.
     """
     if spans.times == 1:
         return x[:, :, spans.begin : spans.begin + spans.size]
@@ -122,9 +126,12 @@ def batch_rows(x: Tensor, spans: Spans) -> Tensor:
 
 
 def add_to_spans(x: Tensor, spans: Spans, part: Tensor) -> None:
-    """Add the rows of a batch, (rows x times, heads, size, dim), to the spans of `x` that they belong to.
+    """Add each row of a batch to the range of tokens in `x` that it belongs to; ranges may overlap.
 
-    Spans may overlap.
+    Args:
+        x: (rows, heads, tokens, dim).
+        spans: the ranges.
+        part: (rows x times, heads, size, dim), as `batch_rows` returns it.
     """
     for i, of_span in enumerate(part.reshape(-1, spans.times, *part.shape[1:]).unbind(1)):
         begin = spans.begin + i * spans.step
@@ -132,7 +139,7 @@ def add_to_spans(x: Tensor, spans: Spans, part: Tensor) -> None:
 
 
 class Zones(NamedTuple):
-    """Key zones of one block of queries that are read from the same key tensor.
+    """The queries, keys and values of several zones that read the same key tensor, for one block of queries.
 
     A zone is a range of keys to which one rule of relative positions applies.
     """
@@ -144,23 +151,23 @@ class Zones(NamedTuple):
     calls: list[KernelCall]  # they count from the first of these queries and keys
 
     def of_call(self, query: Tensor, call: KernelCall) -> Tensor:
-        """Return the rows of queries, or of their gradients, that belong to the zones of a call."""
+        """Return the rows of `query` (queries, or their gradients) that belong to the zones of this kernel call."""
         return query[call.first_row : call.first_row + len(call.zones)] if len(self.zones) > 1 else query
 
     def rows(self, call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of a call, as `run_kernel` takes them."""
+        """Return the queries, keys and values for a kernel call, as rows of a batch that `run_kernel` takes."""
         query = self.of_call(self.query, call)
         return batch_rows(query, call.queries), batch_rows(self.keys, call.keys), batch_rows(self.values, call.keys)
 
 
 class MergedSoftmax:
-    """The attention of a block of queries to more and more keys.
+    """The attention of a block of queries to all keys that were added so far, part by part.
 
     A first part that covers all queries is taken as it is, so that a decoding step fills nothing and copies nothing.
 
     Args:
         query: (rows, heads, tokens, head_dim).
-        out: the memory of the result, (rows, heads, tokens, head_dim of value); None: it needs no certain memory.
+        out: the tensor to write the result to, (rows, heads, tokens, head_dim of value); None: any tensor.
     """
 
     def __init__(self, query: Tensor, out: Tensor | None) -> None:
@@ -170,12 +177,12 @@ class MergedSoftmax:
         self._last: tuple[Spans, Tensor] | None = None  # not yet in `_lse`
 
     def add(self, spans: Spans, part: Tensor, part_lse: Tensor) -> None:
-        """Merge in the attention of some queries to further keys.
+        """Add the attention of some of the queries to further keys.
 
         Args:
-            spans: the queries.
-            part: (rows x spans, heads, size, head_dim of value); where there are more rows, they are parts of the same
-                queries.
+            spans: the ranges of these queries.
+            part: their attention to these keys, (rows x spans, heads, size, head_dim of value). If it has more rows,
+                several rows hold the attention of the same queries to different keys.
             part_lse: the log-sum-exp of the scores, (rows x spans, heads, size).
         """
         joint = len(part) > len(self.query) * spans.times
@@ -202,7 +209,7 @@ class MergedSoftmax:
         self._last = spans, part_lse
 
     def log_sum_exp(self) -> Tensor:
-        """Return the log-sum-exp of the scores of all keys so far, (rows, heads, tokens, 1)."""
+        """Return the log-sum-exp of the scores of all keys added so far, (rows, heads, tokens, 1)."""
         assert self._lse is not None
         if self._last is not None:  # a step without sinks never asks for the log-sum-exp of its last part
             spans, part_lse = self._last

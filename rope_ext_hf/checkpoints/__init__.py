@@ -1,1 +1,1 @@
-"""Checkpoints on disk: the rows that rotate, and conversion, verification and detection of their pairing."""
+"""Checkpoints on disk: finding the rows that rotate, and converting, verifying and detecting their pairing."""

@@ -127,7 +127,7 @@ def convert_checkpoint(
 
 
 class _PairingConversion(Conversion):
-    """A copy of a checkpoint whose weights are in the other pairing."""
+    """A conversion that writes a copy of a checkpoint with its weights in the other pairing."""
 
     def __init__(self, source: Source, dst: Path, to: str) -> None:
         self.source, self.to, self.layouts = source, to, source.layouts()
@@ -191,12 +191,15 @@ class _PairingConversion(Conversion):
         return f"{scores}; {logits}"
 
     def _read_converted(self, file: WeightFile, name: str) -> Tensor:
-        """Read a tensor, in the new pairing if it rotates."""
+        """Read a tensor from a file; if its rows rotate, return it in the new pairing."""
         tensor = file.read(name)
         return self.layouts[name].to_pairing(tensor, self.to) if name in self.layouts else tensor
 
     def _copy_by_ranges(self, file: WeightFile, header: bytes, part: Path, advance: Callable[[int], None]) -> None:
-        """Write a copy of a file with tensors that rotate in the new pairing; all other ranges of bytes are copied."""
+        """Write a copy of a weight file with the tensors that rotate in the new pairing.
+
+        All other bytes are copied in ranges, without going through a tensor.
+        """
         with file.path.open("rb") as source, part.open("wb") as target:
             target.write(header)
             at = len(header)
@@ -209,7 +212,7 @@ class _PairingConversion(Conversion):
             copy_range(source, target, at, file.path.stat().st_size, advance)
 
     def _write_config(self, name: str, staging: Path) -> None:
-        """Write the config with the new pairing, also in the switch of its family and in fingerprints of patches."""
+        """Write the config with the new pairing, also in the family's own switch and in the fingerprints of patches."""
         config = read_json(self.source.folder / name)
         model_type = self.source.tensors.model_type
         switch = family(model_type).pairing_switch

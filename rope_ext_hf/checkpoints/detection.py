@@ -70,7 +70,10 @@ def detect_pairing(
 
 
 def detect_in_weights(weights: RotatedWeights) -> PairingReport:
-    """Detect the pairing of the queries and keys of a model's own layers; undecided where they cannot be read."""
+    """Detect the pairing of the queries and keys in a model's own layers.
+
+    The report is undecided if they cannot be read.
+    """
     report = PairingReport(weights.path, stated=weights.stated)
     try:
         return _detect(weights, report, weights.attentions(), ("q", "k"))
@@ -79,11 +82,11 @@ def detect_in_weights(weights: RotatedWeights) -> PairingReport:
 
 
 def detect_in_consumers(weights: RotatedWeights, stated: str | None = None) -> tuple[PairingReport, ...]:
-    """Detect the pairing of everything that rotates beside the attention of a model's own layers.
+    """Detect the pairing of indexers, and of layers that predict further tokens, apart from that of the model itself.
 
     Args:
-        weights: the weights.
-        stated: the pairing that they are said to be in; default: that of the config or the family table.
+        weights: the weights of the model.
+        stated: the pairing that the weights are said to be in; default: that of the config or the family table.
     """
     stated = stated or weights.stated
     reports = []
@@ -102,9 +105,9 @@ def detect_in_consumers(weights: RotatedWeights, stated: str | None = None) -> t
 
 
 def combine_evidence(report: PairingReport, text: TextLosses) -> PairingReport:
-    """Return the report with the losses on a text, and the verdict of both.
+    """Return the report with the losses on a text added, and a verdict by both the weights and the text.
 
-    Either may be undecided, and then the other one decides; if they contradict each other, the verdict is None.
+    If one of the two is undecided, the other decides. If they contradict each other, the verdict is None.
     """
     report = replace(report, text=text)
     if text.pairing is None or text.pairing == report.pairing:
@@ -120,11 +123,11 @@ def combine_evidence(report: PairingReport, text: TextLosses) -> PairingReport:
 def _detect(
     weights: RotatedWeights, report: PairingReport, attentions: list[str], sides: tuple[str, str]
 ) -> PairingReport:
-    """Return the report with the scores of these attention modules, and a verdict.
+    """Return the report with the scores of these attention modules added, and with a verdict.
 
     Args:
-        weights: the weights.
-        report: a report without figures.
+        weights: the weights of the model.
+        report: a report without scores.
         attentions: names of attention modules.
         sides: the kinds of rows that are compared, see `RotatedWeights.queries_and_keys`.
     """

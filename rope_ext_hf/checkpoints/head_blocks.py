@@ -13,13 +13,13 @@ from rope_ext_hf.rotary.pairing import to_pairing
 
 @dataclass(frozen=True)
 class HeadBlock:
-    """Consecutive heads in the rows of a tensor.
+    """A block of rows in a tensor, those of consecutive attention heads.
 
     Attributes:
         count: the number of heads.
         size: rows per head.
         rotary: rows per head that rotate.
-        start: the first of them.
+        start: the first rotated row of each head.
         side: the scores that the rotated rows take part in: "q" with "k", "index_q" with "index_k". Blocks that differ
             only in it are equal, because their rows move alike.
     """
@@ -33,7 +33,7 @@ class HeadBlock:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The rows of a tensor: the same head blocks `repeat` times, in the order in which they are stored.
+    """The arrangement of the rows of a tensor: the same blocks of heads `repeat` times, in the order of storage.
 
     Attributes:
         repeat: how many times the blocks follow each other.
@@ -52,14 +52,20 @@ class RowLayout:
 
     @property
     def vector_shapes(self) -> set[tuple[int, ...]]:
-        """Shapes other than (rows,) of a vector with one element per row: DoRA's magnitudes, Cohere's norms."""
+        """The shapes that a vector with one element per row may have beside (rows,).
+
+        DoRA's magnitudes and Cohere's norms have such shapes.
+        """
         shapes: set[tuple[int, ...]] = {(1, self.rows)}
         if len(self.blocks) == 1:
             shapes.add((self.blocks[0].count, self.blocks[0].size))
         return shapes
 
     def to_pairing(self, tensor: Tensor, to: str) -> Tensor:
-        """Reorder rows (rows, ...), or a vector in one of `vector_shapes`, from the other pairing to this one."""
+        """Return a tensor with its rotated rows reordered from the other pairing to the pairing `to`.
+
+        `tensor`: (rows, ...), or a vector in one of `vector_shapes`.
+        """
         flat = tensor if tensor.shape[:1] == (self.rows,) else tensor.reshape(self.rows)
         parts = []
         for block, part in self._parts(flat):
@@ -70,12 +76,18 @@ class RowLayout:
         return out.reshape(tensor.shape)
 
     def heads(self, tensor: Tensor) -> Iterator[tuple[HeadBlock, Tensor]]:
-        """Yield each block of a tensor (rows, ...) with its heads in every repeat: (repeat * count, size, ...)."""
+        """Yield each block of heads, and the rows of its heads, taken from all repeats together.
+
+        `tensor`: (rows, ...). The rows of a block are (repeat * count, size, ...), one entry for each head.
+        """
         for block, part in self._parts(tensor):
             yield block, part.reshape(self.repeat * block.count, block.size, *tensor.shape[1:])
 
     def _parts(self, tensor: Tensor) -> Iterator[tuple[HeadBlock, Tensor]]:
-        """Yield each block of a tensor (rows, ...) with its rows in every repeat: (repeat, count * size, ...)."""
+        """Yield each block of heads, and its rows in each repeat.
+
+        `tensor`: (rows, ...). The rows of a block are (repeat, count * size, ...).
+        """
         repeats = tensor.reshape(self.repeat, self.rows // self.repeat, *tensor.shape[1:])  # -1 fails for empty tensors
         sizes = [block.count * block.size for block in self.blocks]
         yield from zip(self.blocks, torch.split(repeats, sizes, dim=1), strict=True)
@@ -83,7 +95,7 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class ScaleBlocks:
-    """The scales of a tensor that is quantised in blocks of rows.
+    """The arrangement of the scales of a quantised tensor, where each block of rows has one scale.
 
     Attributes:
         layout: the layout of the quantised tensor.
@@ -100,11 +112,11 @@ class ScaleBlocks:
         self._order("half")  # raises; the other direction is the inverse of this one, and exact if this one is
 
     def to_pairing(self, tensor: Tensor, to: str) -> Tensor:
-        """Reorder scales (blocks, ...) from the other pairing to this one."""
+        """Return scales (blocks, ...) reordered from the other pairing to the pairing `to`."""
         return tensor[self._order(to)]
 
     def _order(self, to: str) -> Tensor:
-        """Return for each block the number of the block that its rows come from, (blocks,) int64."""
+        """Return for each block the number of the block that its rows come from, a tensor (blocks,) int64."""
         origins = self.layout.to_pairing(torch.arange(self.layout.rows), to) // self.size
         blocks = torch.split(origins, self.size)
         if any(bool((block != block[0]).any()) for block in blocks):

@@ -72,5 +72,5 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
 
 
 def _call(to: str, source_pairing: str) -> str:
-    """Return the call of `convert` that a message offers."""
+    """Return the call of `convert` with these arguments, as text for an error message."""
     return f"`rope.convert(model, to={to!r}, source_pairing={source_pairing!r})`"

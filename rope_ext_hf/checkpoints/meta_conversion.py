@@ -63,8 +63,8 @@ class MetaImport(Conversion):
     Args:
         source: the folder.
         dst: the new folder.
-        to: the pairing to write.
-        now: the pairing of the source.
+        to: the pairing in which weights are written.
+        now: the pairing of the weights in the source.
         context_length: the length that the model is for, in tokens; None: see `Llama.context_length`.
     """
 
@@ -131,8 +131,8 @@ class MetaExport(Conversion):
     Args:
         source: the folder.
         dst: the new folder.
-        now: the pairing of the source.
-        model_parallel: the number of parts.
+        now: the pairing of the weights in the source.
+        model_parallel: the number of parts to write.
 
     Raises:
         CheckpointError: Meta's format cannot express the model, or it cannot be divided into so many parts.
@@ -205,18 +205,18 @@ class MetaExport(Conversion):
         return compare_views(self.source.tensors, self.source.view, copy, self.now, "interleaved")
 
     def _read(self, name: str, indexes: list[int]) -> list[Tensor]:
-        """Read a tensor once, and return these parts of it, in the interleaved pairing."""
+        """Read a tensor once, and return the parts of it that have these indexes, in the interleaved pairing."""
         weight = self.weights[name]
         tensor = weight.to_pairing(self.source.view.read(weight.hf), self.now, "interleaved")
         return [weight.part(tensor, index, self.count) for index in indexes]
 
     def _is_written(self, path: Path, index: int) -> bool:
-        """Return whether an interrupted conversion has written a part, and it is right."""
+        """Return whether an interrupted conversion has already written this part correctly."""
         return file_matches(path, self.infos, lambda name: self._read(name, [index])[0], open_file=TorchFile)
 
 
 def _check_tensors(source: Source, llama: Llama, weights: Iterable[Weight]) -> None:
-    """Raise a CheckpointError unless a Hugging Face folder has exactly these tensors, as the config describes them."""
+    """Raise a CheckpointError unless a Hugging Face folder has exactly the tensors that its config describes."""
     view, folder = source.view, source.folder
     needed = {weight.hf: weight.shape for weight in weights}
     for name, shape in needed.items():
@@ -240,7 +240,7 @@ def _check_tensors(source: Source, llama: Llama, weights: Iterable[Weight]) -> N
 
 
 def _lost_settings(source: Source, llama: Llama) -> tuple[str, ...]:
-    """Return sentences about the settings of a model that Meta's format cannot express."""
+    """Return one sentence for each kind of setting of the model that Meta's format cannot express."""
     sentences = []
     length = source.config.max_position_embeddings
     assumed = llama.context_length().tokens

@@ -1,4 +1,4 @@
-"""A model in Meta's params.json and in a Hugging Face config, and the names of its tensors in both formats.
+"""Translation of a model between Meta's params.json and a Hugging Face config, with the names of its tensors in both.
 
 The models are Llama 1, 2, 3, 3.1 to 3.3 and Code Llama, after Meta's code (github.com/meta-llama: llama,
 llama/model.py; llama-models, models/llama3/args.py, models/llama3/model.py, models/checkpoint.py) and transformers'
@@ -99,7 +99,7 @@ _FFN: tuple[tuple[int, float | None], ...] = ((256, None), (256, 1.5), (4096, 1.
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor in both formats.
+    """One tensor of a model, as Meta's format and Hugging Face's format store it.
 
     Attributes:
         meta: its name in Meta's format.
@@ -116,20 +116,20 @@ class Weight:
     heads: int | None
 
     def part_shape(self, parts: int) -> tuple[int, ...]:
-        """Return the shape that it has in one of so many parts."""
+        """Return the shape that this tensor has in each of `parts` model-parallel parts."""
         return tuple(size // parts if dim == self.split else size for dim, size in enumerate(self.shape))
 
     def part(self, tensor: Tensor, index: int, parts: int) -> Tensor:
-        """Return one of so many parts of the whole tensor."""
+        """Return the part with this index, if the whole tensor is divided into `parts` model-parallel parts."""
         return tensor if self.split is None else tensor.chunk(parts, self.split)[index]
 
     def to_pairing(self, tensor: Tensor, now: str, to: str) -> Tensor:
-        """Return the whole tensor with its rows, if they rotate, reordered from one pairing to another."""
+        """Return the whole tensor in the pairing `to`, from the pairing `now`; it stays as it is if no row rotates."""
         return to_pairing(tensor, to, heads=self.heads) if self.heads and now != to else tensor
 
 
 class _Generation(NamedTuple):
-    """A generation of models, with what its code has built in."""
+    """A generation of Llama or Mistral models, with the values that are built into its code."""
 
     name: str
     length: int  # the trained length, in tokens
@@ -137,7 +137,7 @@ class _Generation(NamedTuple):
 
 
 class _ContextLength(NamedTuple):
-    """The length that a model is for."""
+    """The context length of a model, and where it comes from."""
 
     tokens: int
     note: str  # a sentence that says where it comes from; "" if the caller gave it
@@ -145,7 +145,7 @@ class _ContextLength(NamedTuple):
 
 
 class _Release(NamedTuple):
-    """A released model, by its params.json."""
+    """A released Llama model, with the settings in its params.json that identify it."""
 
     name: str
     dim: int
@@ -163,7 +163,7 @@ _RELEASES = [_Release(**row) for row in package_table("rope_ext_hf.checkpoints",
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """A Llama or Mistral, by the settings that both formats have.
+    """A Llama or Mistral model, described by the settings that Meta's and Hugging Face's formats share.
 
     Attributes:
         dim: the hidden size.
@@ -196,22 +196,22 @@ class Llama:
 
     @property
     def head_dim(self) -> int:
-        """The dims of a head."""
+        """The number of dims in a head."""
         return self.own_head_dim or self.dim // self.heads
 
     @property
     def q_dim(self) -> int:
-        """The dims of all query heads."""
+        """The number of dims in all query heads together."""
         return self.head_dim * self.heads
 
     @property
     def kv_dim(self) -> int:
-        """The dims of all key heads."""
+        """The number of dims in all key heads together."""
         return self.head_dim * self.kv_heads
 
     @property
     def generation(self) -> _Generation:
-        """The generation by the scaling, else by theta, else by the epsilon of the norms."""
+        """The generation of models that this one belongs to, known by its scaling, else theta, else norm epsilon."""
         if self.mistral:
             return _Generation("Mistral 7B", 32_768, 0)
         if self.factor is not None:
@@ -235,10 +235,10 @@ class Llama:
         return None
 
     def context_length(self, chosen: int | None = None, stated: int | None = None) -> _ContextLength:
-        """Return the length that the model is for.
+        """Return the context length of the model, and where it comes from.
 
-        It is that of the caller, else that of params.json, else that of the release of these sizes, else a guess by the
-        generation.
+        It is the length that the caller chose, else the one in params.json, else that of the released model with these
+        sizes, else a guess by the generation of the model.
 
         Args:
             chosen: the length that the caller chose, in tokens.
@@ -264,9 +264,9 @@ class Llama:
         )
 
     def weights(self, split: int) -> Iterator[Weight]:
-        """Yield every tensor, with the output weights even if they are tied.
+        """Yield every tensor of the model, including the output weights even if they are tied to the embeddings.
 
-        `split` is the dimension of the embeddings that parts divide.
+        `split`: the dimension of the embeddings that is divided among model-parallel parts.
         """
         yield Weight(EMBEDDING, HF_EMBEDDING, (self.vocab, self.dim), split, None)
         for layer in range(self.layers):
@@ -278,7 +278,7 @@ class Llama:
         yield Weight(OUTPUT, HF_EMBEDDING if self.tied else HF_OUTPUT, (self.vocab, self.dim), 0, None)
 
     def to_params(self) -> dict[str, Any]:
-        """Return the content of params.json, without keys that the code of the model's generation does not take."""
+        """Return the content of params.json for this model, without keys that its generation's code does not accept."""
         multiple_of, multiplier = _ffn_numbers(self.dim, self.ffn)
         scaled = self.factor is not None
         known = {meta: getattr(self, ours) for ours, meta, _ in _SHARED_FIELDS} | {
@@ -297,8 +297,8 @@ class Llama:
 
         Args:
             to: the pairing of the weights.
-            dtype: their dtype.
-            length: the context length; the config has a mark of its own if it is a guess.
+            dtype: the dtype of the weights.
+            length: the context length; if it is a guess, the config says so.
         """
         from transformers import LlamaConfig, MistralConfig
 
@@ -325,13 +325,13 @@ class Llama:
 
     @classmethod
     def from_params(cls, params: dict[str, Any], vocab: int, ffn: int, tied: bool) -> Llama:
-        """Return the model.
+        """Return the model that params.json and the shapes of its weights describe.
 
         Args:
-            params: the settings by `read_params`.
-            vocab: the rows of the embeddings.
-            ffn: the rows of the first feed-forward weight.
-            tied: the output weights are the embeddings.
+            params: the settings, as `read_params` returns them.
+            vocab: the number of rows in the embeddings.
+            ffn: the number of rows in the first feed-forward weight.
+            tied: whether the output weights are the embeddings.
         """
         factor = params.get("rope_scaling_factor", _usual_factor(tied)) if params["use_scaled_rope"] else None
         shared = {ours: params[meta] for ours, meta, _ in _SHARED_FIELDS} | {"vocab": vocab}
@@ -341,10 +341,10 @@ class Llama:
 
     @classmethod
     def from_config(cls, config: Any, where: str) -> Llama:
-        """Return the model of a LlamaConfig.
+        """Return the model that a Hugging Face config (LlamaConfig) describes.
 
         Raises:
-            CheckpointError: Meta's format cannot express it; the message begins with `where`.
+            CheckpointError: Meta's format cannot express the model; the message begins with `where`.
         """
         if config.model_type != "llama":
             raise CheckpointError(f"{where} it is a {config.model_type!r}, and Meta's code runs only 'llama'")
@@ -371,12 +371,15 @@ class Llama:
 
 
 def _usual_factor(tied: bool) -> float:
-    """Return the factor of use_scaled_rope where params.json has none."""
+    """Return the factor of Llama 3.1's RoPE scaling for a params.json that turns it on and states no factor.
+
+    It is that of the released models: 32 if the output weights are tied to the embeddings, else 8.
+    """
     return 32.0 if tied else 8.0
 
 
 def _ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """Return the width of the feed-forward layers by Meta's formula (FeedForward in llama3/model.py)."""
+    """Return the width of the feed-forward layers by the formula in Meta's code (FeedForward in llama3/model.py)."""
     hidden = int(2 * 4 * dim / 3)
     if multiplier is not None:
         hidden = int(multiplier * hidden)
@@ -384,7 +387,10 @@ def _ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
 
 
 def _ffn_numbers(dim: int, ffn: int) -> tuple[int, float | None]:
-    """Return a multiple_of and ffn_dim_multiplier that give this width: those of a published model if possible."""
+    """Return the multiple_of and ffn_dim_multiplier that give this feed-forward width in `_ffn_size`.
+
+    They are those of a published model if possible.
+    """
     multiple_of = math.gcd(ffn, 256)
     exact = (ffn + 0.5) / int(2 * 4 * dim / 3)  # int() removes the half again, however the product is rounded
     short = ((multiple_of, round(exact, digits)) for digits in range(1, 17))
@@ -392,7 +398,7 @@ def _ffn_numbers(dim: int, ffn: int) -> tuple[int, float | None]:
 
 
 def read_params(path: Path) -> dict[str, Any]:
-    """Read and check params.json; keys that it lacks get the default of Meta's code.
+    """Read params.json and check it. Keys that it lacks get the default values of Meta's code.
 
     Raises:
         CheckpointError: a key or value is unknown, impossible or missing.
@@ -449,7 +455,7 @@ def _check_params(params: Mapping[str, Any], where: str) -> None:
 
 
 def _yarn_settings(yarn: Any, where: str) -> dict[str, Any]:
-    """Return the rope settings of transformers for `yarn` in Mistral's params.json."""
+    """Return the rope settings of transformers that correspond to `yarn` in Mistral's params.json."""
     numbers = {key: value for key, value in yarn.items() if key != "apply_scale"} if isinstance(yarn, dict) else None
     known = numbers is not None and {"factor", "original_max_position_embeddings"} <= numbers.keys() <= _YARN.keys()
     if numbers is None or not known or not all(type(value) in (int, float) and value > 0 for value in numbers.values()):

@@ -35,7 +35,9 @@ from rope_ext_hf.hub import model_folder
 
 
 class MetaSource:
-    """A folder in Meta's format, read as far as the headers; norms and embeddings are read and compared too.
+    """A folder with a model in Meta's format, opened and checked; most weights are not read yet.
+
+    The headers of its files are read, and the norms and embeddings, which must agree between the parts.
 
     Attributes:
         folder: the folder.
@@ -80,11 +82,11 @@ class MetaSource:
         self.stated_length: int | None = params.get("max_position_embeddings", params.get("max_seq_len"))
 
     def view(self, to: str = "interleaved", now: str = "interleaved") -> TensorView:
-        """Return the whole tensors of a Hugging Face folder of this model, by their names there.
+        """Return the tensors that a Hugging Face folder with this model would hold, each whole and by its name there.
 
         Args:
-            to: the pairing to return them in.
-            now: the pairing that they are in.
+            to: the pairing to return the tensors in.
+            now: the pairing that the weights are in.
         """
         tied = {OUTPUT} if self.llama.tied else {}
         weights = {weight.hf: weight for weight in self.llama.weights(self.split) if weight.meta not in tied}
@@ -95,7 +97,7 @@ class MetaSource:
         )
 
     def _read(self, weight: Weight) -> Tensor:
-        """Read a whole tensor, put together from its parts, in the pairing that it is stored in."""
+        """Read a whole tensor, joined from its parts, in the pairing in which it is stored."""
         if weight.split is None or len(self.parts) == 1:
             return self.parts[0].read(weight.meta)
         tensor = torch.empty(weight.shape, dtype=TORCH_DTYPES[self.parts[0].tensors[weight.meta].dtype])
@@ -105,7 +107,7 @@ class MetaSource:
 
 
 class _Shards:
-    """All files of Mistral's format together, with the members of a single file."""
+    """All weight files of a model in Mistral's format, read as if they were a single file."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.path, files = paths[0], list(map(SafetensorsFile, paths))
@@ -138,12 +140,15 @@ def open_checkpoint(
 
 
 def part_name(index: int) -> str:
-    """Return the name of the file that a model-parallel process of Meta's code loads."""
+    """Return the name of the weight file that one model-parallel process of Meta's code loads."""
     return f"consolidated.{index:02}.pth"
 
 
 def _weight_file_names(folder: Path) -> tuple[list[str], bool]:
-    """Return the names of the weight files in order, and whether they are Meta's; else they are Mistral's."""
+    """Return the names of the weight files in order, and whether they are in Meta's format.
+
+    False means that they are in Mistral's.
+    """
     parts = sorted(path.name for path in folder.iterdir() if re.fullmatch(r"consolidated\.\d+\.pth", path.name))
     shards = sorted(path.name for path in folder.glob("consolidated*.safetensors"))
     if not parts:
@@ -160,14 +165,14 @@ def _weight_file_names(folder: Path) -> tuple[list[str], bool]:
 
 
 def _info(part: _Part, name: str) -> TensorInfo:
-    """Return the description of a tensor; raise a CheckpointError if the part lacks it."""
+    """Return the description of the tensor with this name; raise a CheckpointError if the part lacks it."""
     if name not in part.tensors:
         raise CheckpointError(f"{name!r} is missing in {str(part.path)!r}")
     return part.tensors[name]
 
 
 def _matrix(part: _Part, name: str) -> tuple[int, int]:
-    """Return the rows and columns of a tensor; raise a CheckpointError if it is not a matrix."""
+    """Return the numbers of rows and columns of a tensor; raise a CheckpointError if it is not a matrix."""
     shape = _info(part, name).shape
     if len(shape) != 2:
         raise CheckpointError(f"{name!r} in {str(part.path)!r} has shape {shape}, not two dimensions")
@@ -175,7 +180,7 @@ def _matrix(part: _Part, name: str) -> tuple[int, int]:
 
 
 def _check_parts(parts: tuple[_Part, ...], weights: Iterable[Weight]) -> None:
-    """Raise a CheckpointError unless every part has exactly these tensors, or parts of them.
+    """Raise a CheckpointError unless every model-parallel part has exactly these tensors, whole or in part.
 
     They must have the right shape and the same dtype in all parts. Where every part has a whole copy, the copies must
     be equal.

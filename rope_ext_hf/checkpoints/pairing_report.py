@@ -13,12 +13,13 @@ _LEANING_SIGMA = 3.0
 
 @dataclass(frozen=True)
 class LayerScore:
-    """The score of one layer: the correlations of energies with the likenesses of either pairing, means over heads.
+    """The score of one layer: how well its queries and keys fit the half and the interleaved pairing.
 
     Attributes:
         name: the name of its attention module.
-        heads: query heads.
-        half, interleaved: see `rope_ext_hf.checkpoints.pairing_scores`.
+        heads: the number of query heads.
+        half, interleaved: the correlation of energies with the likenesses under each pairing, a mean over heads; see
+            `rope_ext_hf.checkpoints.pairing_scores`.
     """
 
     name: str
@@ -32,9 +33,9 @@ class TextLosses:
     """The losses on a text with the weights read as either pairing, in nats per token.
 
     Attributes:
-        half, interleaved: the losses.
-        error: the standard error of their difference, over spans.
-        tokens: the predicted tokens.
+        half, interleaved: the loss under each pairing.
+        error: the standard error of the difference between the two, over spans of the text.
+        tokens: the number of predicted tokens.
         pairing: the pairing that is clearly better; None: neither is, or the model cannot predict such text.
     """
 
@@ -58,16 +59,16 @@ class PairingReport(Report):
 
     Attributes:
         path: the folder or Hub id, or the model's name.
-        pairing: "half", "interleaved", or None: undecided.
+        pairing: the verdict: "half", "interleaved", or None if it is undecided.
         confidence: probability that so large a score is not chance.
         score: mean over heads of the correlation for half minus that for interleaved.
         error: standard error of the score.
         layers: the layers that were read.
         stated: the pairing by the config or the family table.
-        reason: why it is undecided.
+        reason: why the pairing is undecided.
         text: the losses on the text, if one was given.
-        consumers: such a report for everything else that rotates: indexers that choose keys, and layers that predict
-            further tokens.
+        consumers: a report of this kind for everything else that rotates: indexers that choose keys, and layers that
+            predict further tokens.
     """
 
     path: str
@@ -83,7 +84,7 @@ class PairingReport(Report):
 
     @property
     def leaning(self) -> str | None:
-        """The pairing that the weights look more like, decided or not; None: neither."""
+        """The pairing that the weights look more like, even if that is too little for a verdict; None: neither."""
         if not self.error or abs(self.score) < _LEANING_SIGMA * self.error:
             return None
         return "half" if self.score > 0 else "interleaved"

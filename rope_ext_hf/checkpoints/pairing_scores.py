@@ -34,7 +34,7 @@ def pairing_correlations(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor
         inv_freq: (dims / 2,), radians per token.
 
     Returns:
-        (heads, 2): half, interleaved.
+        (heads, 2), the correlations with the half and the interleaved pairing.
     """
     group = len(query) // len(key)
     grouped = query.reshape(len(key), group * query.shape[1], -1)
@@ -44,10 +44,14 @@ def pairing_correlations(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor
 
 
 def mean_score(by_head: Tensor, inv_freq: Tensor) -> tuple[float, float]:
-    """Return the mean of the scores of all heads, (heads,), and its standard error.
+    """Return the mean of the scores of all heads, and its standard error.
 
-    The error is that of the differences between heads, or if it is larger, that of energies in random order, which
-    would correlate with either likeness by chance.
+    The error is computed from the differences between heads; or, if that is larger, it is the one that energies in
+    random order would give, which correlate with either likeness by chance.
+
+    Args:
+        by_head: (heads,), the score of each head.
+        inv_freq: (dims / 2,), radians per token.
     """
     between_heads = float(by_head.std()) if len(by_head) > 1 else 0.0
     like_half, like_interleaved = _likenesses(inv_freq)
@@ -57,12 +61,15 @@ def mean_score(by_head: Tensor, inv_freq: Tensor) -> tuple[float, float]:
 
 
 def confidence(difference: float, error: float) -> float:
-    """Return the probability that a difference so large is not chance, for normal errors."""
+    """Return the probability that a difference of this size is not chance, if its error is normally distributed."""
     return math.erf(abs(difference) / error / math.sqrt(2)) if error else 0.0
 
 
 def _likenesses(inv_freq: Tensor) -> Tensor:
-    """Return the likeness of any two dims under the half and the interleaved pairing: (2, dims * dims), of norm 1."""
+    """Return the likeness of any two dims of a head under the half and under the interleaved pairing.
+
+    The result is (2, dims * dims), each row of norm 1.
+    """
     frequencies = torch.stack([torch.cat([inv_freq, inv_freq]), inv_freq.repeat_interleave(2)])  # (2, dims)
     difference = frequencies[:, :, None] - frequencies[:, None]
     likeness = torch.stack([1 / (1 + (difference * length).square()) for length in _DECAY_LENGTHS]).sum(0)
@@ -70,7 +77,7 @@ def _likenesses(inv_freq: Tensor) -> Tensor:
 
 
 def _double_center(table: Tensor) -> Tensor:
-    """Set the diagonal of (..., n, n) to zero and subtract the means of rows and columns."""
+    """Return square tables (..., n, n) with a zero diagonal and the means of rows and columns subtracted."""
     diagonal = torch.eye(table.shape[-1], dtype=torch.bool, device=table.device)
     for _ in range(4):  # without the diagonal, centring rows shifts the columns a little
         for dim in (-1, -2):

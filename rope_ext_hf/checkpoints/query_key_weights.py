@@ -1,4 +1,4 @@
-"""The weights of a model that rotate, wherever they are: in a loaded model, a folder, or a folder in Meta's format.
+"""The weights that rotary embeddings rotate, read from a loaded model, a folder, or a folder in Meta's format.
 
 They are read as the attention scores use them: `RotatedWeights.queries_and_keys` returns the rows of W_q and W_k with
 the norms around them multiplied in, so that W_q W_k^T is the bilinear form of the scores.
@@ -44,9 +44,10 @@ class RotatedWeights:
 
     Attributes:
         path: the name of the model in reports.
-        tensors: the row layouts of its tensors.
-        rotary: the geometry of its RoPE.
-        norms: a norm module of each kind, by the last part of its name, which is called with weights of the same kind.
+        tensors: the rows that rotate in each of its tensors.
+        rotary: the parameters of its rotary embedding.
+        norms: one norm module of each kind, by the last part of its name. It is called with the weights of norms of the
+            same kind.
         shapes: the shape of every tensor, by its name.
         read: returns a tensor, given its name.
         stated: the pairing by the config or the family table.
@@ -63,9 +64,10 @@ class RotatedWeights:
     load: Callable[[], PreTrainedModel]
 
     def attentions(self, *, further: bool = False) -> list[str]:
-        """Return the names of the attention modules that rotate as many dims as `rotary`, in the order of layers.
+        """Return the names of the attention modules that rotate as many dims as `rotary` has, in the order of layers.
 
-        `further`: those of layers that predict further tokens, which no config counts; else those of all others.
+        `further`: return those in layers that predict further tokens (MTP), which no config counts; else those in all
+        other layers.
         """
         names = set()
         for tensor in self.shapes:
@@ -76,14 +78,15 @@ class RotatedWeights:
         return sorted(filter(self._rotates_alike, names), key=_numbers_by_value)
 
     def _rotates_alike(self, attention: str) -> bool:
-        """Return whether an attention module rotates as many dims as `rotary`."""
+        """Return whether an attention module, given its name, rotates as many dims as `rotary` has."""
         layouts = self.tensors.layouts_in(attention).values()
         return any(block.rotary == self.rotary.dim for layout in layouts for block in layout.blocks)
 
     def indexers(self) -> tuple[list[str], str | None]:
-        """Return the names of the attention modules with an indexer, and the pairing that indexers stay in.
+        """Return the names of the attention modules that have an indexer, and the pairing that indexers always have.
 
-        The pairing is None if a conversion moves the rows of indexers as those of the attention.
+        An indexer chooses the keys that attention reads. The pairing is None if a conversion moves the rows of indexers
+        like those of the attention.
         """
         stored = {name.rpartition(".")[0].removesuffix(".base_layer") for name in self.shapes}
         names: list[str] = []
@@ -97,17 +100,18 @@ class RotatedWeights:
         return names, next(iter(pairings), None)
 
     def queries_and_keys(self, attention: str, sides: tuple[str, str] = ("q", "k")) -> tuple[Tensor, Tensor]:
-        """Return the rotated rows of one attention module.
+        """Return the rows that rotate in the query and the key projection of one attention module.
 
         The norms before and after the projections are multiplied in, so that W_q W_k^T is the bilinear form of the
-        scores. Where queries read a latent, the projection that computes it is multiplied into the keys.
+        scores. Where queries are computed from a latent (a low-rank projection of the input), the projection that
+        computes it is multiplied into the keys.
 
         Args:
             attention: the name of the module.
             sides: the kinds of rows: ("q", "k"), or ("index_q", "index_k") of an indexer.
 
         Returns:
-            (heads, dims, width) and (key heads, dims, width), float32.
+            The rows for queries, (heads, dims, width), and for keys, (key heads, dims, width), float32.
 
         Raises:
             CheckpointError: the weights are packed, missing, not finite, or contradict the config.
@@ -126,9 +130,10 @@ class RotatedWeights:
         return query, key
 
     def _projections(self, attention: str, sides: tuple[str, str]) -> tuple[Tensor, Tensor, tuple[str, str] | None]:
-        """Return the rotated rows of queries and keys, with the norms of q and k multiplied in.
+        """Return the rotated rows of the query and key projections, with the norms of q and k multiplied in.
 
-        Beside them: the modules that compute the latent which the queries read, None if they read none.
+        The third result names the two modules, a projection and a norm, that compute the latent from which queries are
+        computed; None if there is no latent.
         """
         rows: dict[str, Tensor] = {}  # by side
         gains: dict[str, Tensor] = {}  # of the norms of q and k, by side
@@ -175,7 +180,10 @@ class RotatedWeights:
         return key
 
     def _through_latent(self, attention: str, key: Tensor, down_name: str, norm_name: str) -> Tensor:
-        """Return keys times the projection and the norm that compute the latent of the queries."""
+        """Return key weights times the projection and the norm that compute the latent for the queries.
+
+        `down_name` and `norm_name` name that projection and that norm.
+        """
         down, norm = self._weight(f"{attention}.{down_name}"), self._weight(f"{attention}.{norm_name}")
         if down is None or norm is None:
             missing = down_name if down is None else norm_name
@@ -185,7 +193,7 @@ class RotatedWeights:
         return key @ down.mT * self._gain(norm_name, norm, len(down))
 
     def _first_weight(self, modules: list[str]) -> Tensor | None:
-        """Read the weight of the first of these modules that has one."""
+        """Return the weight of the first of these modules that has one; None if none has."""
         for module in modules:
             weight = self._weight(module)
             if weight is not None:
@@ -193,7 +201,7 @@ class RotatedWeights:
         return None
 
     def _weight(self, module: str) -> Tensor | None:
-        """Read the weight of a module as float32, even if an adapter wraps it or it is quantised with a scale.
+        """Return the weight of a module as float32, also if an adapter wraps it or it is quantised with a scale.
 
         None: the checkpoint has no such module.
         """
@@ -215,9 +223,10 @@ class RotatedWeights:
         return weight.float() if scale_name is None else _scaled(weight.float(), self.read(scale_name).float())
 
     def _gain(self, name: str, weight: Tensor, size: int) -> Tensor:
-        """Return what a norm with this weight multiplies each dim by: the weight, or in Gemma for example 1 + weight.
+        """Return the factor of each dim in a norm with this weight: the weight itself, or 1 + weight (as in Gemma).
 
-        The norm's own module tells: it is called on signs, whose root mean square is 1, with its other parameters zero.
+        The factor is measured: the norm module of the model is called on signs, whose root mean square is 1, with its
+        other parameters zero.
         """
         if weight.numel() != size:
             raise CheckpointError(f"the norm {name!r} has a weight of shape {tuple(weight.shape)}; {_DISAGREE}")
@@ -252,7 +261,7 @@ def weights_from_model(model: Any) -> RotatedWeights:
 
 
 def weights_from_source(source: Source | MetaSource, path: str, *, trust_remote_code: bool = False) -> RotatedWeights:
-    """Return the rotated weights of an opened folder; `path` is its name in reports."""
+    """Return the rotated weights of a model whose folder was opened; `path` is its name in reports."""
     if isinstance(source, MetaSource):
         return _weights_from_meta(source, path)
     model = source.model
@@ -282,7 +291,7 @@ def weights_from_source(source: Source | MetaSource, path: str, *, trust_remote_
 
 
 def _weights_from_meta(source: MetaSource, path: str) -> RotatedWeights:
-    """Return the rotated weights of a folder in Meta's format, which is interleaved."""
+    """Return the rotated weights of a model in Meta's format, which are interleaved; `path` is its name in reports."""
     model = empty_model(source.llama.to_config("interleaved", torch.float32, source.llama.context_length()))
     rotary, view = patch_geometry(model), source.view()
 
@@ -302,7 +311,7 @@ def _weights_from_meta(source: MetaSource, path: str) -> RotatedWeights:
 
 
 def _norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a norm module of each kind, by the last part of its name."""
+    """Return one norm module of each kind in a model, by the last part of its name."""
     named = ((name.rpartition(".")[2], module) for name, module in model.named_modules())
     return {name: module for name, module in named if "norm" in name and hasattr(module, "weight")}
 
@@ -313,7 +322,7 @@ def _numbers_by_value(name: str) -> list[tuple[bool, str]]:
 
 
 def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
-    """Multiply a weight by one scale, one per row, or one per block of rows and columns."""
+    """Return a quantised weight times its scale: one number, one per row, or one per block of rows and columns."""
     if scale.numel() == 1:
         return weight * scale.reshape(())
     scale = scale.reshape(len(scale), -1)

@@ -16,10 +16,10 @@ from rope_ext_hf.rotary.pairing import other_pairing
 
 
 def reorder(model: nn.Module, tensors: RotaryTensors, to: str) -> None:
-    """Reorder all rotated rows of a model from the other pairing to this one.
+    """Reorder all rotated rows of a loaded model from the other pairing to the pairing `to`.
 
     Raises:
-        CheckpointError: the rows of one parameter cannot be moved; then none were.
+        CheckpointError: the rows of one parameter cannot be moved; then no parameter was changed.
     """
     with torch.no_grad():
         for parameter, layout in _rotated_parameters(model, tensors):
@@ -27,7 +27,7 @@ def reorder(model: nn.Module, tensors: RotaryTensors, to: str) -> None:
 
 
 def _rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[Tensor, RowLayout | ScaleBlocks]]:
-    """Return every parameter and buffer with rotated rows, and its layout."""
+    """Return every parameter and buffer of a model that has rotated rows, with the layout of its rows."""
     rotated = []
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         layout = tensors.find(name, parameter.shape)
@@ -47,7 +47,10 @@ def _rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[
 
 @contextmanager
 def reordered(model: nn.Module, tensors: RotaryTensors, to: str) -> Iterator[None]:
-    """Reorder the rotated rows from the other pairing to this one inside the with block, and put them back after it."""
+    """Reorder the rotated rows of a model inside the with block, and put them back after it.
+
+    `to`: the pairing inside the block; outside, the rows are in the other one.
+    """
     rotated = _rotated_parameters(model, tensors)
     moved: list[tuple[Tensor, RowLayout | ScaleBlocks]] = []
     try:

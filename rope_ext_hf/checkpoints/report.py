@@ -1,4 +1,4 @@
-"""A conversion of a checkpoint, checked and not yet written, and the report of what it wrote."""
+"""The base class of checkpoint conversions, and the report of what a conversion wrote."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rope_ext_hf.terminal import Report, wrapped
 
 @dataclass(frozen=True)
 class ConversionReport(Report):
-    """The report of a conversion.
+    """The report of the conversion of a checkpoint from one RoPE layout to another.
 
     Attributes:
         path: the new folder.
@@ -24,8 +24,9 @@ class ConversionReport(Report):
         converted: the number of tensors whose rows were reordered.
         tensors: the number of all tensors.
         bytes: the size of the weights.
-        loads_natively: the family's transformers class runs the new pairing.
-        source_pairing: the pairing that the weights were taken for, who says so, and what the weights show of it.
+        loads_natively: whether the family's transformers class runs the new pairing.
+        source_pairing: a text with the pairing that the source was taken to have, who states it, and what the weights
+            show.
         skipped_files: files of the source that were not copied, because they hold weights in another format.
         verified: a sentence that says what `verify` compared; None: nothing was compared.
         notes: further remarks for users of the new folder.
@@ -56,14 +57,14 @@ class ConversionReport(Report):
 
 
 class Conversion(ABC):
-    """A conversion that was checked and not yet written. Its constructor checks the source.
+    """A conversion of a checkpoint. Its constructor checks the source; `run` then writes the new folder.
 
     Attributes:
         folder: the folder that is read.
         inputs: the stamps of the files in it.
         plan: the settings, JSON-ready: an interrupted conversion may be continued with the same settings alone.
         report: the report, as far as it is known before anything is written.
-        warnings: those notes of the report that call for attention.
+        warnings: the notes in the report that call for attention.
     """
 
     folder: Path
@@ -74,10 +75,10 @@ class Conversion(ABC):
 
     @abstractmethod
     def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
-        """Write all files into a folder, and return the names of those of the source that were skipped.
+        """Write all files into a folder, and return the names of files in the source that were skipped.
 
-        Weight files that an interrupted conversion left there and that are right are kept. `advance` is called with the
-        number of bytes of each block of weights that is there.
+        Correct weight files that an interrupted conversion left in the folder are kept. `advance` is called with the
+        number of bytes in each block of weights that is done.
         """
 
     @abstractmethod

@@ -27,7 +27,7 @@ from rope_ext_hf.patches.family_settings import LayerConfig, config_number, head
 
 
 class RotaryTensors:
-    """The row layouts of the tensors of one checkpoint.
+    """The layouts of rows in the tensors of one checkpoint: which rows rotate, and in what order they are stored.
 
     Args:
         config: the config, which may hold a text config.
@@ -35,7 +35,7 @@ class RotaryTensors:
 
     Attributes:
         model_type: the family.
-        layers: for each layer the layouts of its attention module, by the modules inside it; empty without RoPE.
+        layers: for each layer the row layouts in its attention module, by the modules inside it; empty without RoPE.
         unrotated: the modules and parameters inside an attention module whose rows do not rotate.
         renamed: names of modules in published checkpoints, and the names that the transformers class gives them.
         scale_rows: rows that share a scale, if the weights are quantised in blocks.
@@ -66,11 +66,14 @@ class RotaryTensors:
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
-        """The modules with rotated rows inside the attention modules of all layers."""
+        """The names of modules, inside attention modules of any layer, that have rotated rows."""
         return tuple(dict.fromkeys(module for layouts in self.layers for module in layouts))
 
     def layouts_in(self, attention: str) -> Mapping[str, RowLayout]:
-        """Return the layouts of one attention module, `model.layers.0.self_attn`, by the modules inside it."""
+        """Return the row layouts in one attention module, by the names of the modules inside it.
+
+        `attention`: the name of the attention module, such as `model.layers.0.self_attn`.
+        """
         name = TensorName.parse(f"{attention}.weight")
         return {} if name is None else self._of_layer(name, None)
 
@@ -120,7 +123,7 @@ class RotaryTensors:
     def _matching(
         self, tensor: str, parameter: str, layout: RowLayout, shape: tuple[int, ...]
     ) -> RowLayout | ScaleBlocks:
-        """Return the layout that a tensor of this shape has: that of its rows, or that of the scales of its blocks."""
+        """Return the layout for a tensor of this shape: that of its rows, or of the scales of its blocks of rows."""
         if shape[:1] == (layout.rows,) or shape in layout.vector_shapes:
             return layout
         if is_scale(parameter) and self.scale_rows:
@@ -139,8 +142,8 @@ class RotaryTensors:
     def locate(self, tensor: str) -> tuple[str, str] | None:
         """Return the prefix and the module of a rotated tensor, for example `model` and `layers.0.self_attn.q_proj`.
 
-        Both are named as in the transformers class. None for all other tensors, and for those of layers that predict
-        further tokens, which no config counts.
+        Both are named as in the transformers class. The result is None for all other tensors, and for those in layers
+        that predict further tokens, which no config counts.
         """
         parts = self.split_name(tensor)
         if parts is None:
@@ -150,10 +153,10 @@ class RotaryTensors:
         return prefix, ".".join(filter(None, (layer, self.renamed.get(last, last), module)))
 
     def split_name(self, tensor: str, *, further: bool = False) -> tuple[str, str, str] | None:
-        """Return the same as `locate` with attention and module apart: `model`, `layers.0.self_attn` and `q_proj`.
+        """Return what `locate` does, with attention and module apart: `model`, `layers.0.self_attn` and `q_proj`.
 
-        The attention module is named as in the checkpoint. `further`: for tensors of layers that predict further tokens
-        alone; else for all others.
+        The attention module is named as in the checkpoint. With `further`, only tensors in layers that predict further
+        tokens have a result; without it, only all others.
         """
         name = TensorName.parse(tensor)
         if name is None or self._is_further(name) != further:
@@ -168,7 +171,10 @@ class RotaryTensors:
         return name.prefix, name.attention_path, module
 
     def _stored_module(self, name: TensorName) -> str | None:
-        """Return the module with rotated rows that a tensor belongs to, as the checkpoint names it; None: none."""
+        """Return the name, in the checkpoint, of the module with rotated rows that a tensor belongs to.
+
+        None: it belongs to no such module.
+        """
         for module in self.modules:
             for stored in self.stored_names(module):
                 if name.rest.startswith(f"{stored}."):
@@ -176,12 +182,12 @@ class RotaryTensors:
         return None
 
     def _is_further(self, name: TensorName) -> bool:
-        """Return whether a layer predicts further tokens: by its name, or by a number beyond the last layer."""
+        """Return whether a layer predicts further tokens (MTP): by its name, or by a number beyond the last layer."""
         number = name.layer_number
         return name.is_named_further or (number is not None and number >= len(self.layers))
 
     def _of_layer(self, name: TensorName, shape: Sequence[int] | None) -> Mapping[str, RowLayout]:
-        """Return the layouts of the layer that a tensor belongs to.
+        """Return the row layouts in the layer that a tensor belongs to, by the modules inside its attention.
 
         The config does not count layers that predict further tokens: such a layer is like a layer that it counts. If
         those differ from each other, it is like the ones whose tensor has as many rows.
@@ -206,7 +212,10 @@ class RotaryTensors:
 
 
 def _layouts(model_type: str, layer: LayerConfig, rotary_dim: int) -> dict[str, RowLayout]:
-    """Return the layouts of one layer's attention module by the modules inside it; rotary_dim: of the whole model."""
+    """Return the row layouts in one layer's attention module, by the names of the modules inside it.
+
+    `rotary_dim`: the rotated dims per head that the model as a whole states.
+    """
     if not rows_rotate(model_type, layer):
         return {}
     blocks = _blocks(layer, layer.rotary_dim(rotary_dim))
@@ -218,7 +227,7 @@ def _layouts(model_type: str, layer: LayerConfig, rotary_dim: int) -> dict[str, 
 
 
 def _blocks(layer: LayerConfig, rotary_dim: int) -> dict[str, HeadBlock]:
-    """Return the blocks of rows that families.toml names, with the sizes of one layer."""
+    """Return the blocks of rows that families.toml names, such as "q" and "k", with their sizes in one layer."""
     heads = int(config_number(layer, "num_attention_heads"))
     key_heads = int(config_number(layer, KV_HEADS, heads))
     size = head_dim(layer)
@@ -248,7 +257,7 @@ def _blocks(layer: LayerConfig, rotary_dim: int) -> dict[str, HeadBlock]:
 
 
 def _row_layout(rows: ModuleRows, blocks: dict[str, HeadBlock], key_heads: int, module: str) -> RowLayout:
-    """Return the layout of one module by its entry in the family table."""
+    """Return the row layout of one module from its entry in the family table."""
     repeat = key_heads if rows.repeat == KV_HEADS else int(rows.repeat)
     # A norm that all heads share is named q_norm, key_layernorm and so on: its first letter tells its side.
     norm_side = module.rpartition(".")[2][0]
@@ -263,7 +272,10 @@ def _row_layout(rows: ModuleRows, blocks: dict[str, HeadBlock], key_heads: int, 
 
 
 def _scale_rows(config: Any) -> int | None:
-    """Return how many rows share a scale, if the config describes weights that are quantised in blocks."""
+    """Return how many rows share a scale, if the weights are quantised in blocks.
+
+    None: the config describes no such quantisation.
+    """
     quantization = getattr(config, "quantization_config", None)
     settings = quantization if isinstance(quantization, dict) else getattr(quantization, "to_dict", dict)()
     sizes = [settings.get("weight_block_size")]  # as DeepSeek writes it

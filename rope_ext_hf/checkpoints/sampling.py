@@ -11,6 +11,6 @@ T = TypeVar("T")
 
 
 def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
-    """Return at most so many of the items, evenly spaced, with the first and the last among them."""
+    """Return at most `most` of the items, evenly spaced, with the first and the last among them."""
     steps = torch.linspace(0, len(items) - 1, min(most, len(items)))
     return [items[i] for i in steps.round().int().tolist()]

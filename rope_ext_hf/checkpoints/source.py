@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 
 class Source:
-    """A folder of weights, read and checked as far as the headers.
+    """A checkpoint folder in Hugging Face's format, with its files checked; the weights themselves are not read yet.
 
     Attributes:
         folder: the folder.
         inputs: stamps of its files, taken before they were read.
         files: the weight files by name, in the order of the index.
         index: the index without its weight map; None: there is a single file.
-        is_adapter: the weights are those of an adapter.
-        adapter: the adapter, if they are.
+        is_adapter: whether the weights are those of an adapter.
+        adapter: the adapter; None: the weights are those of a model.
         config: the config of the model, or of the model that the adapter was trained on.
         model: the model on the meta device; None: transformers has no class of its family.
-        rotary: the geometry of its RoPE.
-        tensors: the row layouts of its tensors.
-        expected: the modules that rotate, as `tensors.locate` names them; none for an adapter.
+        rotary: the parameters of its rotary embedding.
+        tensors: the rows that rotate in each of its tensors.
+        expected: the modules whose rows rotate, as `tensors.locate` names them; empty for an adapter.
         pairing: the pairing of the weights by the config or the family table; None: neither states one.
 
     Raises:
@@ -86,7 +86,7 @@ class Source:
 
     @cached_property
     def view(self) -> TensorView:
-        """The tensors of all files."""
+        """The tensors in all weight files, by name."""
         return TensorView.from_files(self.files.values())
 
     def layouts(self) -> dict[str, RowLayout | ScaleBlocks]:
@@ -138,7 +138,7 @@ def copy_other_files(folder: Path, staging: Path, written: Collection[str]) -> t
     Args:
         folder: the source.
         staging: the new folder.
-        written: the names of files that the conversion writes.
+        written: the names of files that the conversion itself writes.
 
     Returns:
         The names of the weight files that were skipped.
@@ -163,13 +163,16 @@ def has_weights(folder: Path) -> bool:
 
 
 def safetensors_name(name: str) -> str:
-    """Return the name of a weight file as safetensors: model-00001-of-00002.safetensors for pytorch_model-....bin."""
+    """Return the name that a weight file gets as safetensors.
+
+    pytorch_model-00001-of-00002.bin becomes model-00001-of-00002.safetensors.
+    """
     path = Path(name)
     return name if path.suffix == ".safetensors" else f"{path.stem.replace('pytorch_model', 'model', 1)}.safetensors"
 
 
 def _names_adapter(file: str) -> bool:
-    """Return whether a weight file, by its name, is that of an adapter."""
+    """Return whether a weight file belongs to an adapter, judged by its name."""
     return file.startswith("adapter_model")
 
 
@@ -236,12 +239,12 @@ def _check_index(files: Mapping[str, WeightFile], weight_map: Mapping[str, str],
 
 
 def _index_name(name: str) -> str:
-    """Return the name of the index of weight files that belong together."""
+    """Return the file name of the index that belongs to weight files of this name."""
     return f"{name}.index.json"
 
 
 def _weight_map(index: dict[str, Any], index_name: str, folder: Path) -> dict[str, str]:
-    """Remove the weight map from an index, and return it: the file of each tensor."""
+    """Remove the weight map, which names the file of each tensor, from an index, and return it."""
     weight_map = index.pop("weight_map", None)
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(n, str) for n in weight_map.values()):
         raise CheckpointError(f"{index_name!r} has no weight_map from tensors to files")

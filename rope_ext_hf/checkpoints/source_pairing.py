@@ -1,4 +1,4 @@
-"""The pairing of the weights that a conversion reads: by the user, the config or the format, checked by the weights.
+"""Decide the pairing of the weights that a conversion reads: it is stated somewhere, and checked against the weights.
 
 A checkpoint may hold interleaved weights although its config says nothing, which means half. A conversion by the config
 would then move their rows a second time. So every conversion first reads the queries and keys of a few layers, and
@@ -24,11 +24,11 @@ from rope_ext_hf.rotary.pairing import other_pairing
 
 @dataclass(frozen=True)
 class _SourcePairing:
-    """The pairing that weights are converted from, and what the weights show of it.
+    """The pairing that weights are converted from, who states it, and whether the weights themselves agree.
 
     Attributes:
         pairing: "half" or "interleaved".
-        basis: a clause that says whose statement it is.
+        basis: a clause that says who states this pairing.
         detected: the pairing that was detected in the weights.
     """
 
@@ -38,7 +38,7 @@ class _SourcePairing:
 
     @property
     def is_contradicted(self) -> bool:
-        """True if the weights show the other pairing."""
+        """True if the weights themselves are in the other pairing, as far as they show."""
         return self.detected.pairing == other_pairing(self.pairing)
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class _SourcePairing:
 
     @property
     def reasons(self) -> str:
-        """A sentence on whose statement the pairing is, and what the weights show of it."""
+        """A sentence that says who states the pairing, and what the weights show of it."""
         if self.is_contradicted:
             return f"{self.basis}, but the weights look {_with_score(self.detected)}"
         if self.detected.pairing is None and self.detected.leaning == other_pairing(self.pairing):
@@ -60,7 +60,7 @@ class _SourcePairing:
 
     @property
     def _unsure(self) -> str:
-        """A sentence that says how to find out."""
+        """A sentence that tells the user how to find out the pairing."""
         detect = command_line("detect", self.detected.path, text="FILE")
         return f"Unsure? `{detect}` compares the losses of both pairings on a text"
 
@@ -68,8 +68,8 @@ class _SourcePairing:
         """Return the error message for weights that need no conversion.
 
         Args:
-            folder: the subject of the sentence.
-            instead: the call to make if they are in the other pairing after all.
+            folder: the folder, as the subject of the sentence.
+            instead: the call to make if the weights are in the other pairing after all.
         """
         other, hint = other_pairing(self.pairing), ""
         if self.detected.pairing is None and self._unsure not in self.reasons:
@@ -78,7 +78,7 @@ class _SourcePairing:
 
     @property
     def warning(self) -> str:
-        """The warning about weights that contradict the user."""
+        """The warning for weights that contradict the pairing that the user states."""
         return (
             f"the weights of {self.detected.path!r} look {_with_score(self.detected)}; they are read as "
             f"{self.pairing}, because you stated it"
@@ -86,7 +86,7 @@ class _SourcePairing:
 
     @property
     def limits(self) -> str:
-        """A clause on whether a verified copy says anything about the pairing of the source."""
+        """A clause that says whether a verified copy proves anything about the pairing of the source."""
         if self.detected.pairing == self.pairing:
             return f"the weights agree that the source is {self.pairing}"
         return f"not verified: that the source is {self.pairing}; {self.basis}, and the weights do not show it"
@@ -106,14 +106,14 @@ def settle_pairing(
     Args:
         detected: the pairing that was detected in the weights.
         to: the pairing to convert to; "meta" for Meta's format, which weights of either pairing can be converted to.
-        stated: the pairing by the user; None: not stated.
-        configured: the pairing by the config, the model family or the format; None: none of them says one.
-        by: whose statement `configured` is, for messages.
-        command: returns the call to type, from the pairing to convert to and the pairing to state.
+        stated: the pairing that the user states; None: the user states none.
+        configured: the pairing that the config, the model family or the format states; None: none of them states one.
+        by: who states `configured`, for messages.
+        command: returns the call to type, given the pairing to convert to and the pairing to state.
 
     Raises:
-        CheckpointError: the weights contradict `configured`, or nothing tells their pairing; the message has the call
-            to type.
+        CheckpointError: the weights contradict `configured`, or their pairing is not known; the message has the call to
+            type.
     """
     pairing, basis = (stated, "you stated it") if stated else (configured, f"{by} says so")
     if stated is None and detected.pairing not in (None, configured):
@@ -143,12 +143,12 @@ def pairing_of_source(
         source: the opened folder.
         src, dst: the source and the destination, as they were given.
         to: the pairing to convert to, or "meta".
-        stated: the pairing by the user; None: not stated.
+        stated: the pairing that the user states; None: the user states none.
         force: take the weights for the pairing that is not `to`, whatever the config says.
         verify: refuse a stated pairing that the weights contradict, because no comparison could verify the copy.
 
     Raises:
-        CheckpointError: as of `settle_pairing`; or the weights are in the pairing `to` already.
+        CheckpointError: as in `settle_pairing`; or the weights are in the pairing `to` already.
     """
 
     def command(target: str, pairing: str) -> str:
@@ -177,7 +177,7 @@ def pairing_of_source(
 
 
 def _right_call(actual: str, to: str, command: Callable[[str, str], str]) -> str:
-    """Return what to do with weights that are in the pairing `actual`, with the call to type."""
+    """Return advice for weights that are in the pairing `actual`, with the call to type, for an error message."""
     if actual != to:
         return f"to convert them: {command(to, actual)}"
     other = other_pairing(to)
@@ -188,7 +188,7 @@ def _right_call(actual: str, to: str, command: Callable[[str, str], str]) -> str
 
 
 def _with_score(report: PairingReport) -> str:
-    """Return the pairing that weights look like, with its score."""
+    """Return the pairing that the weights fit better, with its score, as text for a message."""
     return f"{report.pairing or report.leaning} (score {_score(report)})"
 
 
@@ -197,7 +197,10 @@ def _score(report: PairingReport) -> str:
 
 
 def _detect(source: Source | MetaSource) -> PairingReport:
-    """Detect the pairing of a source; the pairing of an adapter is that of the model that it was trained with."""
+    """Detect the pairing of the weights in a folder.
+
+    The pairing of an adapter is that of the model that it was trained with.
+    """
     path = str(source.folder)
     if isinstance(source, MetaSource) or source.adapter is None:
         return detect_in_weights(weights_from_source(source, path))

@@ -84,7 +84,7 @@ _PARAMETERS: tuple[tuple[_ParameterKind, re.Pattern[str]], ...] = (
 
 @dataclass(frozen=True)
 class TensorName:
-    """The name of a tensor in an attention module of a language model.
+    """The name of a tensor in an attention module of a language model, divided into its parts.
 
     Attributes:
         full: the whole name.
@@ -102,7 +102,7 @@ class TensorName:
 
     @classmethod
     def parse(cls, name: str) -> TensorName | None:
-        """Take a name apart; None for a tensor outside the attention modules of a language model."""
+        """Divide a name into its parts; None for a tensor outside the attention modules of a language model."""
         match = _ATTENTION.fullmatch(name)
         if match is None or _OTHER_MODALITIES.search(match["prefix"] or ""):
             return None
@@ -125,11 +125,14 @@ class TensorName:
         return _FURTHER_LAYERS.search(f"{self.prefix}.{self.layer}") is not None
 
     def is_in(self, module: str) -> bool:
-        """Return whether the tensor is a module or parameter inside the attention module, or belongs to it."""
+        """Return whether the tensor is, or belongs to, this module or parameter inside the attention module."""
         return f"{self.rest}.".startswith(f"{module}.")
 
     def parameter_of(self, module: str) -> str:
-        """Return the name of the parameter of this module; a norm of several heads numbers them: "norms.0."."""
+        """Return the name that the tensor has inside this module, such as "weight".
+
+        A norm for several heads numbers its parameters: "norms.0.".
+        """
         return re.sub(r"norms\.\d+\.", "", self.rest.removeprefix(f"{module}."))
 
 
@@ -147,5 +150,8 @@ def parameter_kind(parameter: str) -> _ParameterKind:
 
 
 def is_scale(parameter: str) -> bool:
-    """Return whether a parameter is the scale of a quantised weight: one for all rows, for a row or a block of rows."""
+    """Return whether a parameter holds the scales of a quantised weight.
+
+    There may be one scale for all rows, one for each row, or one for each block of rows.
+    """
     return parameter in ("weight_scale", "weight_scale_inv")

@@ -31,7 +31,9 @@ _MARGIN = 0.1  # nats per token by which it must be better than the other one, a
 
 
 def compare_losses(weights: RotatedWeights, text: str, tokenizer: PreTrainedTokenizerBase | None) -> TextLosses:
-    """Measure the loss on a text with the rows as they are and in the other order; the weights are put back.
+    """Measure the loss on a text with the rotated rows as they are, and in the order of the other pairing.
+
+    The weights are put back afterwards.
 
     Raises:
         CorpusError: the text is too short, or there is no tokenizer for it.
@@ -74,12 +76,12 @@ def compare_losses(weights: RotatedWeights, text: str, tokenizer: PreTrainedToke
 
 
 def _span_losses(model: PreTrainedModel, spans: Tensor, first: int) -> Tensor:
-    """Return the mean loss of each span, (spans,) float64 in nats per token.
+    """Return the mean loss on each span, a tensor (spans,) float64 in nats per token.
 
     Args:
         model: the model.
-        spans: (spans, tokens) int64.
-        first: the position of the first token that counts.
+        spans: the token ids of each span, (spans, tokens) int64.
+        first: the position in a span of the first token that counts.
     """
     device = model.get_input_embeddings().weight.device
     losses = []

@@ -54,9 +54,9 @@ class _TensorLocation:
     """The place of a tensor in its file.
 
     Attributes:
-        dtype, shape: those of the tensor.
-        stride: its strides in numbers; between its own numbers there may be those of other tensors.
-        begin, end: the byte of its first number, and the byte after its last number.
+        dtype, shape: the dtype and the shape of the tensor.
+        stride: its strides, counted in elements; elements of other tensors may lie between its own.
+        begin, end: the first byte of its first element, and the byte after its last element.
     """
 
     dtype: torch.dtype
@@ -92,11 +92,11 @@ def _is_tensor_by_name(item: tuple[Any, Any]) -> bool:
 
 
 class _GlobalName(str):
-    """The name of a global in a pickle; the global itself is never looked up."""
+    """The name of a global (a class or function) in a pickle; the global itself is never looked up."""
 
 
 class _ReduceCall(NamedTuple):
-    """A call in a pickle; it is never made."""
+    """A call that a pickle asks for, kept as data; it is never made."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -104,12 +104,12 @@ class _ReduceCall(NamedTuple):
 
 @dataclass
 class _Storage:
-    """A storage: the numbers that tensors are views of.
+    """A storage in a file of torch.save: the numbers that tensors are views of.
 
     Attributes:
         dtype: the dtype of its numbers.
-        count: how many they are.
-        begin: its first byte in the file.
+        count: the number of its numbers.
+        begin: the position of its first byte in the file.
     """
 
     dtype: torch.dtype
@@ -118,7 +118,7 @@ class _Storage:
 
     @property
     def size(self) -> int:
-        """The size in bytes."""
+        """The size of the storage in bytes."""
         return self.count * self.dtype.itemsize
 
 
@@ -191,7 +191,7 @@ def _load_pickles(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
 def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
     """Return the next pickle as plain data, and add the storages that it names.
 
-    It knows those opcodes of torch's weights_only unpickler that weights need.
+    It knows only the opcodes that files of weights need, a part of those in torch's weights_only unpickler.
     """
     # A machine with a stack, as pickle's own, that builds numbers, texts and containers alone. A global stays a name
     # and a call stays a record of itself, so that nothing that a file names is ever imported or run.
@@ -200,7 +200,7 @@ def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
     memo: dict[int, Any] = {}
 
     def pop_from(start: int) -> list[Any]:
-        """Remove the stack from this height on, and return what was removed."""
+        """Remove all entries of the stack from this height on, and return them."""
         removed = stack[start:]
         del stack[start:]
         return removed
@@ -290,7 +290,7 @@ def _storage(persistent_id: Any, storages: dict[str, _Storage]) -> _Storage:
 
 
 def _locate(name: str, call: _ReduceCall) -> _TensorLocation:
-    """Return the place of a tensor by the call that would rebuild it.
+    """Return the place in the file of a tensor, from the call in the pickle that would rebuild it.
 
     Raises:
         ValueError: it is not a plain tensor, or does not lie within its storage.
@@ -334,7 +334,7 @@ def open_writer(
 
     Args:
         path: the file.
-        tensors: dtype and shape of each tensor, which are written in any order.
+        tensors: the dtype and shape of each tensor, by name; they may be written in any order.
         same: further names, each with the name in `tensors` whose storage it shares.
     """
     keys = {name: str(i) for i, name in enumerate(tensors)}
@@ -367,7 +367,7 @@ class _NewTensor(NamedTuple):
 
 
 class _StorageId(tuple[Any, ...]):
-    """The persistent id of a storage, as torch.save gives it."""
+    """The persistent id by which a pickle refers to a storage, in the form that torch.save uses."""
 
 
 class _Pickler(pickle.Pickler):

@@ -40,7 +40,10 @@ _SCALES = re.compile("scale|magnitude|SCB")  # parameters that multiply the outp
 
 
 def compare_views(tensors: RotaryTensors, source: TensorView, written: TensorView, before: str, after: str) -> str:
-    """Compare attention scores, or every tensor if both pairings are the same; return a clause on what was compared."""
+    """Compare a converted copy with its source, and return a clause that says what was compared.
+
+    If the pairings before and after differ, attention scores are compared, else every tensor.
+    """
     if before != after:
         return compare_scores(tensors, source, written, after)
     for name in written.tensors:
@@ -83,7 +86,7 @@ def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorVi
 
 
 def compare_logits(source: Path, before: str, written: Path, to: str, size: int) -> str:
-    """Compare the logits of both folders, loaded by transformers.
+    """Compare the logits of the models in the source and in the written folder, loaded by transformers.
 
     Each model, with weights of `size` bytes, is converted in memory to the pairing that its class runs.
 
@@ -139,14 +142,17 @@ def _difference_text(difference: float) -> str:
 def _scores(
     tensors: RotaryTensors, attention: str, modules: Mapping[str, list[str]], view: TensorView, pairing: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the scores of one attention module, (heads, tokens, tokens), and its rows that do not rotate, flat.
+    """Return the attention scores of one module on random inputs, and its rows that do not rotate.
 
     Args:
         tensors: the row layouts of the checkpoint.
         attention: the name of the attention module.
         modules: the names of its tensors, by the modules inside it.
-        view: the tensors.
-        pairing: the pairing that they are in.
+        view: the tensors of the checkpoint.
+        pairing: the pairing that the tensors are in.
+
+    Returns:
+        The scores, (heads, tokens, tokens), and the other rows as one flat tensor.
     """
     rotated: dict[str, Tensor] = {}  # by side ("q", "k", ...): (tokens, heads, rotated dims)
     unrotated: list[Tensor] = []
@@ -171,7 +177,11 @@ def _scores(
 
 
 def _outputs(tensors: RotaryTensors, names: list[str], view: TensorView) -> Tensor:
-    """Apply the parameters of a module to random inputs, scales last; return the outputs, (rows, tokens) float64."""
+    """Apply the parameters of a module to random inputs, and return the outputs, (rows, tokens) float64.
+
+    `names`: the names of the parameters. The outputs of weights, biases and adapters are added; scales multiply the
+    sum.
+    """
     out: Tensor | None = None
     for name in sorted(names, key=lambda name: bool(_SCALES.search(name))):
         tensor = view.read(name)
@@ -195,6 +205,6 @@ def _outputs(tensors: RotaryTensors, names: list[str], view: TensorView) -> Tens
 
 
 def _random(name: str, *shape: int) -> Tensor:
-    """Return normal float64 numbers that depend on the name alone."""
+    """Return normally distributed float64 numbers of this shape, which depend on the name alone."""
     draws = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(*shape, generator=draws, dtype=torch.float64)

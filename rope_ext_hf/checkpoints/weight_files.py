@@ -39,7 +39,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The description of one tensor in the header of a file.
+    """The description of one tensor in the header of a weight file.
 
     Attributes:
         dtype: the dtype, as safetensors names it. If torch has none of that name, the tensor can be copied, not read.
@@ -54,17 +54,17 @@ class TensorInfo:
 
     @classmethod
     def from_shape(cls, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-        """Describe a tensor outside any file."""
+        """Return the description of a tensor that is in no file, given its dtype and shape."""
         return cls(dtype, shape, 0, math.prod(shape) * TORCH_DTYPES[dtype].itemsize)
 
     @property
     def size(self) -> int:
-        """The size in bytes."""
+        """The size of the tensor in bytes."""
         return self.end - self.begin
 
 
 def size_of(tensors: Mapping[str, TensorInfo]) -> int:
-    """Return the size of several tensors together, in bytes."""
+    """Return the size of all these tensors together, in bytes."""
     return sum(info.size for info in tensors.values())
 
 
@@ -82,19 +82,19 @@ class TensorView:
 
     @classmethod
     def from_files(cls, files: Iterable[WeightFile]) -> TensorView:
-        """Return a view of the tensors of several files."""
+        """Return a view of the tensors in several files."""
         holders = {name: file for file in files for name in file.tensors}
         tensors = {name: file.tensors[name] for name, file in holders.items()}
         return cls(tensors, lambda name: holders[name].read(name))
 
 
 class SafetensorsFile:
-    """A safetensors file.
+    """A safetensors file, opened: its header is read, its tensors are read when they are asked for.
 
     Attributes:
         path: the path of the file.
-        header: its first bytes with the header and its length. The tensors follow without gaps, so that the file can be
-            copied by ranges of bytes.
+        header: the first bytes of the file, which hold the length of the header and the header. The tensors follow
+            without gaps, so that the file can be copied by ranges of bytes.
         metadata: the metadata in the header.
         tensors: the description of each tensor, in the order of the file.
 
@@ -132,13 +132,13 @@ class SafetensorsFile:
 def write_safetensors(
     path: Path, tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor], advance: Callable[[int], None]
 ) -> None:
-    """Write a new file of tensors, in their order, with one of them in memory at a time.
+    """Write tensors into a new safetensors file, in their order, with one of them in memory at a time.
 
     Args:
         path: the file.
         tensors: the description of each tensor.
         read: returns a tensor, given its name.
-        advance: called with the bytes of each tensor that was written.
+        advance: called with the number of bytes of each tensor that was written.
     """
     begin, fields = 0, {}
     for name, info in tensors.items():
@@ -231,17 +231,17 @@ def equal_bytes(tensor: Tensor, other: Tensor) -> bool:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, in the order of its shape."""
+    """Return the bytes of a tensor, with its elements in the order of its shape."""
     return memoryview(_as_bytes(tensor).numpy().data)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor as a vector of uint8."""
+    """Return the bytes of a tensor as a one-dimensional uint8 tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _read_numbers(path: Path, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Read bytes of a file as a vector of this dtype, in memory of its own."""
+    """Read the bytes of a file from `begin` to `end` as a flat tensor of this dtype, in memory of its own."""
     data = np.fromfile(path, np.uint8, end - begin, offset=begin)
     if len(data) < end - begin:
         raise CheckpointError(f"{str(path)!r} ended at byte {begin + len(data)} while it was being read")

@@ -29,7 +29,7 @@ TWO_PI = 2 * math.pi
 
 @dataclass(frozen=True)
 class TrainedScaling:
-    """A scaling that a model was trained with."""
+    """A RoPE scaling (such as YaRN) that a model was trained with, and the context length that it gave the model."""
 
     method: RopeMethod  # a frequency method
     rotary: Rotary  # the rotary embedding that the method was applied to
@@ -40,13 +40,13 @@ class TrainedScaling:
             raise MethodError(f"context_length must be at least 1 token, got {self.context_length}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the scaling in a form for JSON."""
+        """Return this scaling as a dictionary that can be written as JSON."""
         return {"method": self.method.to_dict(), "rotary": self.rotary.to_dict(), "context_length": self.context_length}
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """A rotary embedding, as a model states it.
+    """The parameters of the rotary embedding of a model, as its config states them.
 
     Attributes:
         dim: rotated dims per head (head_dim x partial rotary factor); even.
@@ -95,10 +95,10 @@ class Rotary:
         return Rotary(*self.plain_geometry)
 
     def scaled(self, method: RopeMethod, *, context_length: int) -> Rotary:
-        """Return this rotary embedding in a model that was trained under a method, for `context_length` tokens.
+        """Return this rotary embedding as part of a model that was trained under `method` for `context_length` tokens.
 
         Raises:
-            MethodError: a method that does not fit this rotary embedding, or that nothing can be applied over.
+            MethodError: the method does not fit this rotary embedding, or no other method can be applied on top of it.
         """
         method.check(self)
         if not method.composable:
@@ -114,12 +114,15 @@ class Rotary:
 
     @property
     def length_dependent(self) -> bool:
-        """True if the frequencies underneath depend on the length of the input (Phi-3's two lists)."""
+        """True if the model's own scaling makes the frequencies depend on the input's length (Phi-3's two lists)."""
         return self.own is not None and self.own.method.depends_on_length(self.own.rotary)
 
     @property
     def own_frequencies(self) -> tuple[float, ...]:
-        """Inverse frequencies of a rotary embedding with a scaling, as numbers, which a trace takes as constants."""
+        """The inverse frequencies under the model's own scaling, for long inputs, one for each pair of dims.
+
+        They are Python numbers, which a trace records as constants. A rotary embedding without a scaling has none.
+        """
         return self._underneath[0]
 
     @property
@@ -128,36 +131,45 @@ class Rotary:
         return 1.0 if self.own is None else self._underneath[1]
 
     def inv_freq(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return w_i in radians per position, (dim // 2,) float64: the frequencies that a method changes.
+        """Return the model's own inverse frequencies w_i, which a method then changes.
 
-        Where they depend on the length of the input, these are the frequencies of long inputs.
+        They are (dim // 2,) float64, in radians per position. If they depend on the length of the input, those for long
+        inputs are returned.
         """
         if self.own is None:
             return self.theta_inv_freq(device=device)
         return constant(self.own_frequencies, device)
 
     def theta_inv_freq(self, theta: float | Tensor | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """Return theta_i = b^(-2i/d) in radians per position, (..., dim // 2) float64.
+        """Return the inverse frequencies of plain RoPE with a base: theta_i = b^(-2i/d) in radians per position.
 
-        `theta`: the base b, one number or a tensor (..., 1); None: the model's own.
+        Args:
+            theta: the base b, one number or a tensor (..., 1). None: the base that the model states.
+            device: the device of the result.
+
+        Returns:
+            (..., dim // 2) float64.
         """
         dims = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
         inv_freq = (self.theta if theta is None else theta) ** (-dims / self.dim)
         return inv_freq if self.rotated_pairs is None else inv_freq * (dims < 2 * self.rotated_pairs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the rotary embedding in a form for JSON, without fields that are None. `rotary_from_dict` reads it."""
+        """Return the fields that are not None as a dictionary that can be written as JSON.
+
+        `rotary_from_dict` turns it back into a `Rotary`.
+        """
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         values["own"] = None if self.own is None else self.own.to_dict()
         return {name: value for name, value in values.items() if value is not None}
 
 
 class Frequencies(NamedTuple):
-    """Frequencies and attention factor of a method.
+    """The result of a method: the inverse frequencies, and the attention factor.
 
     Attributes:
         inv_freq: (dim // 2,) float64, radians per position.
-        attention_factor: the factor of cos and sin.
+        attention_factor: the number that cos and sin are multiplied by.
     """
 
     inv_freq: Tensor
@@ -166,7 +178,7 @@ class Frequencies(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _underneath(rotary: Rotary) -> tuple[tuple[float, ...], float]:
-    """Return the frequencies and the attention factor of the model's own scaling, for long inputs."""
+    """Return the inverse frequencies and the attention factor under the model's own scaling, for long inputs."""
     assert rotary.own is not None
     length = rotary.own.context_length
     if rotary.length_dependent:  # the second list begins above the trained length, whatever the context length is
@@ -183,8 +195,8 @@ def _as_tensor(number: Tensor | float, device: torch.device) -> Tensor:
 def constant(numbers: tuple[float, ...], device: torch.device | str, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return numbers as a tensor (len(numbers),) on a device. The tensor is shared: do not write to it.
 
-    It is kept between calls, because the host waits for the device at every copy. Inside a trace, an export or a fake
-    mode, whose tensors must not reach a later call, it is made anew.
+    The tensor is kept for later calls, because the host waits for the device at every copy. Under torch.compile,
+    torch.export, tracing or a fake mode it is made anew, because tensors made there must not reach a later call.
     """
     if may_keep_tensors():
         return _kept(numbers, dtype, torch.device(device))
@@ -208,12 +220,12 @@ def may_keep_tensors() -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is an int or a float, and no bool."""
+    """Return whether a value is an int or a float; a bool does not count as a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class _ParameterType(NamedTuple):
-    """The values that a parameter of a method may have, by its annotation."""
+    """The values that a parameter of a method may have, read from the type annotation of its field."""
 
     number: type | None = None  # float, int or bool; None: another type, which the method itself checks
     several: bool = False  # whether it is a tuple of them
@@ -229,7 +241,7 @@ class _ParameterType(NamedTuple):
         return f"a list of {whole}numbers" if self.several else f"a {whole}number"
 
     def allows(self, value: object) -> bool:
-        """Return whether a value, not None, is of this type."""
+        """Return whether a value is of this type; None is checked by the caller."""
         if not self.several:
             return self._allows_number(value)
         return isinstance(value, tuple) and all(self._allows_number(number) for number in value)
@@ -241,7 +253,10 @@ class _ParameterType(NamedTuple):
 
 
 def _parameter_type(annotation: object) -> _ParameterType:
-    """Read float, int, bool, tuple[float, ...] or Literal["a", "b"], each also with `| None`, from an annotation."""
+    """Return the allowed values of a parameter, read from its type annotation.
+
+    It understands float, int, bool, tuple[float, ...] and Literal["a", "b"], each also with `| None`.
+    """
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     others = [member for member in members if member is not NoneType]
     optional = len(others) < len(members)
@@ -257,7 +272,10 @@ def _parameter_type(annotation: object) -> _ParameterType:
 
 @cache
 def _annotations(method: type[RopeMethod]) -> dict[str, Any]:
-    """Return the annotations of a method's fields as types; none where one of them exists for type checkers alone."""
+    """Return the type annotation of each field of a method class.
+
+    The result is empty if an annotation names a type that is imported for type checkers alone.
+    """
     try:
         return get_type_hints(method)
     except NameError:
@@ -266,15 +284,15 @@ def _annotations(method: type[RopeMethod]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeMethod(ABC):
-    """Base of all methods: a subclass has its parameters as fields, and its formula as `compute`.
+    """Base class of all methods: a subclass has its parameters as fields, and its formula as `compute`.
 
     Parameters are checked by their types: `float`, `int`, `bool`, `tuple[float, ...]` and `Literal[...]`, each with or
     without `| None`. Numbers must be finite, a parameter named `factor` at least 1, and one named `attention_factor`
     above 0. A subclass with further limits checks them in its `__post_init__`, after `super().__post_init__()`, and
     those that depend on the model in `check`.
 
-    `compute` is all that a method must define. Overriding others tells more about it: `length_dependent`,
-    `piecewise_constant` and `next_change`, `extended_length`, `takes_factor`, `sticky_length`, and
+    `compute` is all that a method must define. These members may be overridden to say more about it:
+    `length_dependent`, `piecewise_constant` and `next_change`, `extended_length`, `takes_factor`, `sticky_length`, and
     `plain_rope_parameters` where transformers has a rope type for the method.
     """
 
@@ -288,7 +306,7 @@ class RopeMethod(ABC):
     """The parameter, one number for each pair, that is trained in a rotary module; empty: no parameter is trained."""
 
     def __post_init__(self) -> None:
-        """Raise MethodError for parameters of another type or beyond the limits that hold for every method."""
+        """Raise MethodError if a parameter is of the wrong type, or beyond the limits that hold for every method."""
         annotations = _annotations(type(self))
         for item in fields(self):
             value = getattr(self, item.name)
@@ -312,21 +330,30 @@ class RopeMethod(ABC):
         self.check_above_zero("attention_factor")
 
     def check_least(self, least: int, *parameters: str) -> None:
-        """Raise MethodError for a parameter below `least`; those that are no number, or not there, are left alone."""
+        """Raise MethodError if one of these parameters is below `least`.
+
+        Parameters that the method lacks, or whose value is not a number, are not checked.
+        """
         for name in parameters:
             value: Any = getattr(self, name, None)
             if is_number(value) and value < least:
                 raise MethodError(f"{self.name}: {name} must be at least {least}, got {value:g}")
 
     def check_above_zero(self, *parameters: str) -> None:
-        """Raise MethodError for a parameter that is not above 0; those that are no number are left alone."""
+        """Raise MethodError if one of these parameters is 0 or negative.
+
+        Parameters that the method lacks, or whose value is not a number, are not checked.
+        """
         for name in parameters:
             value: Any = getattr(self, name, None)
             if is_number(value) and value <= 0:
                 raise MethodError(f"{self.name}: {name} must be above 0, got {value:g}")
 
     def check_choice(self, parameter: str, choices: Collection[str]) -> None:
-        """Raise MethodError for a parameter that is none of these texts; the message names the nearest one."""
+        """Raise MethodError unless the value of the field `parameter` is one of `choices`.
+
+        The message suggests the choice that is spelt most like the value.
+        """
         value = getattr(self, parameter)
         if value not in choices:
             near = did_you_mean(str(value), choices)
@@ -334,7 +361,10 @@ class RopeMethod(ABC):
 
     @classmethod
     def method_parameter(cls) -> str | None:
-        """Return the name of the parameter that is itself a method, such as `frequency` of remapping methods."""
+        """Return the name of the parameter whose value is another method; None if there is no such parameter.
+
+        Remapping methods have one: `frequency`.
+        """
         for item in fields(cls):
             if RopeMethod in get_args(_annotations(cls).get(item.name)):
                 return item.name
@@ -342,7 +372,7 @@ class RopeMethod(ABC):
 
     @classmethod
     def takes_factor(cls, values: Mapping[str, Any]) -> bool:
-        """Return whether the method has a factor when its other parameters are these."""
+        """Return whether the method takes a `factor` when its other parameters have these `values`."""
         return "factor" in cls.__dataclass_fields__
 
     @property
@@ -351,11 +381,13 @@ class RopeMethod(ABC):
         return False
 
     def depends_on_length(self, rotary: Rotary) -> bool:
-        """Return whether the frequencies depend on the length of the input, by the method or the model's scaling."""
+        """Return whether the method, or the model's own scaling, makes the frequencies depend on the input's length."""
         return self.length_dependent or rotary.length_dependent
 
     def frequencies(self, rotary: Rotary, length: int | None = None) -> Frequencies:
-        """Return the frequencies for one input of `length` tokens; None: of the context length.
+        """Return the frequencies and the attention factor for one input of `length` tokens.
+
+        Without a length, they are those for an input as long as the context length.
 
         Raises:
             MethodError: parameters that do not fit `rotary`, or a length below 1.
@@ -368,15 +400,15 @@ class RopeMethod(ABC):
         return Frequencies(inv_freq, float(attention_factor))
 
     def at_lengths(self, rotary: Rotary, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the frequencies of each row, without reading a value on the host.
+        """Return frequencies and attention factor for inputs of several lengths; the host reads no tensor value.
 
         Args:
             rotary: the rotary embedding of the model.
-            lengths: tokens of each row, (...) float64.
+            lengths: the number of tokens in each input, a tensor (...) float64.
 
         Returns:
-            inv_freq (..., dim // 2) float64 and the attention factor, one number or (..., 1) float64, on the device of
-            `lengths`.
+            The inverse frequencies, (..., dim // 2) float64; and the attention factor, one number or a tensor (..., 1)
+            float64. Both are on the device of `lengths`.
         """
         length = lengths.unsqueeze(-1)
         inv_freq, attention_factor = self.compute(rotary, length)
@@ -396,28 +428,31 @@ class RopeMethod(ABC):
 
     @abstractmethod
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the frequencies and the attention factor of each row: the formula of the method.
+        """Return the frequencies and the attention factor for inputs of these lengths, by the formula of the method.
 
         Args:
             rotary: `inv_freq()` has the frequencies that the method changes, and `context_length` is the length that it
                 extends.
-            length: tokens of each row, (..., 1) float64.
+            length: the number of tokens in each input, a tensor (..., 1) float64.
 
         Returns:
-            inv_freq (..., dim // 2), radians per position, and the method's own attention factor, (..., 1) or one
-            number. `at_lengths` multiplies the factor by that of the model's own scaling.
+            The inverse frequencies, (..., dim // 2) in radians per position; and the method's own attention factor, one
+            number or a tensor (..., 1). `at_lengths` multiplies the factor by that of the model's own scaling.
         """
 
     def trained_inv_freq(self, rotary: Rotary, values: Tensor) -> Tensor:
-        """Return the inverse frequencies for these `values` of the trainable parameter; gradients flow through them.
+        """Return the inverse frequencies for given values of the trainable parameter; gradients flow through them.
 
-        `values`: (dim // 2,). The result has their shape and dtype.
+        `values`: a tensor (dim // 2,). The result has its shape and dtype.
         """
         raise TypeError(f"{self.name} has no parameter that is trained")
 
     @property
     def composable(self) -> bool:
-        """True if another method can extend a model trained under this one: all long inputs have equal frequencies."""
+        """True if another method can extend a model that was trained under this one.
+
+        That needs frequencies that are the same for all long inputs.
+        """
         return not self.length_dependent
 
     @property
@@ -431,21 +466,30 @@ class RopeMethod(ABC):
         return False
 
     def changes_in_steps(self, rotary: Rotary) -> bool:
-        """Return whether the frequencies change at a few lengths only, by the method or by the model's own scaling."""
+        """Return whether the frequencies change at a few lengths only, and not with every token.
+
+        Both the method and the model's own scaling count.
+        """
         return self.piecewise_constant or (not self.length_dependent and rotary.length_dependent)
 
     def constant_until(self, rotary: Rotary, length: int) -> int:
-        """Return the length in tokens of the longest input with the frequencies of an input of `length` tokens."""
+        """Return the longest input, in tokens, that has the same frequencies as an input of `length` tokens."""
         if rotary.length_dependent and length <= rotary.trained_length:
             return rotary.trained_length
         return self.next_change(rotary, length) if self.length_dependent else UNBOUNDED
 
     def next_change(self, rotary: Rotary, length: int) -> int:
-        """Return what `constant_until` does, by the method alone; called for length-dependent methods only."""
+        """Return the longest input, in tokens, that has the same frequencies as one of `length` tokens.
+
+        Unlike `constant_until`, it leaves out the model's own scaling. It is called for length-dependent methods only.
+        """
         return max(length, rotary.context_length)
 
     def unchanged_length(self, rotary: Rotary) -> int:
-        """Return the length in tokens of the longest input whose output the method leaves as it is; 0: none."""
+        """Return the longest input, in tokens, for which the patched model gives the output of the unpatched one.
+
+        0: the output changes at every length.
+        """
         # Over a scaling with two lists, `at_lengths` leaves inputs up to the trained length as they are.
         kept = rotary.trained_length if rotary.length_dependent else 0
         inv_freq, attention_factor = self.frequencies(rotary, kept + 1)
@@ -455,14 +499,14 @@ class RopeMethod(ABC):
         return self.constant_until(rotary, kept + 1)
 
     def cautions(self, rotary: Rotary) -> tuple[str, ...]:
-        """Return the unusual effects of the method on this rotary embedding, a sentence each."""
+        """Return warnings about unusual effects of the method on this rotary embedding, one sentence each."""
         return ()
 
     def check(self, rotary: Rotary) -> None:  # noqa: B027 - most methods fit every rotary embedding
-        """Raise MethodError where the parameters do not fit a rotary embedding."""
+        """Raise MethodError if the parameters of the method do not fit this rotary embedding."""
 
     def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
-        """Return the `rope_parameters` of a config with which plain transformers computes the same; None if none do.
+        """Return the `rope_parameters` with which plain transformers computes the same; None if there are none.
 
         transformers' longrope has a divisor for each pair, so it can state any static frequencies. Override
         `plain_rope_parameters` to give a better form; this function adds the model's own scaling.
@@ -485,9 +529,10 @@ class RopeMethod(ABC):
     def longrope_parameters(
         self, rotary: Rotary, lengths: tuple[int | None, int | None] = (None, None)
     ) -> dict[str, Any]:
-        """Return the `rope_parameters` of transformers' longrope, whose divisors of theta_i give these frequencies.
+        """Return the method as `rope_parameters` for transformers' longrope, which has a divisor for each frequency.
 
-        `lengths`: the lengths in tokens whose frequencies become the short and the long list; None: the context length.
+        `lengths`: the lengths in tokens whose frequencies become the short and the long list; None stands for the
+        context length.
         """
         theta = rotary.theta_inv_freq()
         short, long = [self.frequencies(rotary, length) for length in lengths]
@@ -509,14 +554,18 @@ class RopeMethod(ABC):
         return None
 
     def extended_length(self, rotary: Rotary) -> int | None:
-        """Return the length in tokens that the method is set for by its parameters; None: it is set for no length."""
+        """Return the length in tokens to which the method extends the model by its parameters.
+
+        None: the parameters state no such length.
+        """
         factor = getattr(self, "factor", None)
         return round(rotary.context_length * factor) if factor else None
 
     def label(self) -> str:
-        """Return the name in tables and plots: the method, its factor, and parameters that differ from their defaults.
+        """Return the text that stands for the method in tables and plots.
 
-        A field with the metadata {"in_label": False} is left out.
+        It has the name, the factor, and the parameters that differ from their defaults, except for fields with the
+        metadata {"in_label": False}.
         """
         words, settings, methods = [self.name], [], []
         for item in fields(self):
@@ -539,7 +588,10 @@ class RopeMethod(ABC):
         return " ".join([*words, *settings, *methods])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the name and every parameter that is not None in a form for JSON. `method_from_dict` reads it."""
+        """Return the method's name, and its parameters that are not None, as a dictionary that can be written as JSON.
+
+        `method_from_dict` turns it back into a method.
+        """
         saved: dict[str, Any] = {"method": self.name}
         for item in fields(self):
             value = getattr(self, item.name)

@@ -59,7 +59,7 @@ class DynamicNTK(RopeMethod):
         return self.sticky
 
     def label(self) -> str:
-        """Return the label with the rule of growth, also where it is the default."""
+        """Return the label with the rule of growth, even if it is the default rule."""
         rest = super().label().removeprefix(self.name).removeprefix(f" {self.growth}")
         return f"{self.name} {self.growth}{rest}"
 
@@ -80,7 +80,7 @@ class DynamicNTK(RopeMethod):
         check_at_least_four_dims(self.name, rotary)
 
     def alpha(self, rotary: Rotary, length: Tensor) -> Tensor:
-        """Return alpha for inputs of these lengths, in the shape of `length`."""
+        """Return alpha, the factor of NTK scaling, for inputs of these lengths: a tensor in the shape of `length`."""
         ratio = length / rotary.context_length
         grown = ratio.clamp(min=1)
         if self.growth == "hf":
@@ -96,7 +96,11 @@ class DynamicNTK(RopeMethod):
         return ntk_inv_freq(rotary, self.alpha(rotary, length), length.device), 1.0
 
     def approximate_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
-        """Return transformers' "dynamic": this rule, but with a memory of earlier calls and one length for a batch."""
+        """Return `rope_parameters` for transformers' "dynamic", which is similar to this method.
+
+        It has the same rule, but it remembers the lengths of earlier calls, and uses one length for all rows of a
+        batch.
+        """
         if self.growth != "hf" or rotary.own is not None:
             return None
         return {"rope_type": "dynamic", "rope_theta": rotary.theta, "factor": self.factor}

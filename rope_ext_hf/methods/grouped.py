@@ -28,10 +28,10 @@ _BY_LENGTH = "length"
 
 @dataclass(frozen=True, kw_only=True)
 class _Grouped(WindowedRemapping):
-    """Base of the methods with groups: a far key at n is placed at floor(n / G), and a query at floor(m / G) + a shift.
+    """Base class of methods with groups: far keys at n are placed at floor(n / G), queries at floor(m / G) + a shift.
 
-    `group`: G, the number of keys at one place; "length": the smallest that the present length of a row needs; default:
-    the smallest with which the target length fits, 16 where none is stated.
+    `group`: G, the number of neighbouring keys that share one position. "length": the smallest number that the present
+    length of the row needs. Default: the smallest with which the target length fits, or 16 if no length is stated.
     """
 
     group: int | str | None = None
@@ -54,20 +54,23 @@ class _Grouped(WindowedRemapping):
 
     @property
     def size(self) -> int:
-        """`group` as a number, which `bind` or `at_length` has filled in."""
+        """The number of keys in a group: `group`, once `bind` or `at_length` has made it a number."""
         assert isinstance(self.group, int)
         return self.group
 
     @abstractmethod
     def shift(self, group: int) -> float:
-        """Return the number of tokens that is added to the position of a query, for far keys in groups of this size."""
+        """Return the tokens to add to the position of a query for far keys, which are in groups of this size."""
 
     def farthest(self, length: int, group: int) -> float:
         """Return the relative position at which the last of `length` tokens sees the first one."""
         return (length - 1) // group + self.shift(group)
 
     def smallest_group(self, length: int) -> int:
-        """Return the smallest group that keeps rows of `length` tokens within `max_distance`; `length` if none does."""
+        """Return the smallest group size that keeps all relative positions within `max_distance`.
+
+        It is for an input of `length` tokens. If no size is large enough, `length` is returned.
+        """
         assert self.max_distance is not None
         # `farthest` contains two floors, so the smallest group is searched for from a lower bound, not solved for.
         largest_shift = self.shift(length)

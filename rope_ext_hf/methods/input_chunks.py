@@ -40,9 +40,9 @@ class DualChunk(RemappingMethod):
     window: int | None = None
 
     def as_stated(self, config: Any, limit: int) -> Self:
-        """Return the method with the sizes of `dual_chunk_attention_config` (Qwen2.5-1M).
+        """Return the method with the sizes in `dual_chunk_attention_config` of the model's config (Qwen2.5-1M).
 
-        Its chunk_size counts the window, its local_size, in.
+        The chunk_size that the config states includes its local_size, the window.
         """
         stated = getattr(config, "dual_chunk_attention_config", None)
         if self.chunk is not None or self.window is not None or not isinstance(stated, Mapping):
@@ -64,13 +64,13 @@ class DualChunk(RemappingMethod):
 
     @property
     def size(self) -> int:
-        """s, which `bind` has filled in."""
+        """The number of tokens in a chunk, s in the paper; `bind` has filled it in."""
         assert self.chunk is not None
         return self.chunk
 
     @property
     def farthest(self) -> int:
-        """s + w - 1, the position of queries for keys before the previous chunk."""
+        """The position that queries have for keys before the previous chunk: s + w - 1, for chunk s and window w."""
         assert self.window is not None
         return self.size + self.window - 1
 

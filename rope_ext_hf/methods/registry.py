@@ -59,13 +59,16 @@ def registered_name(name: str) -> str:
 
 
 def _spelling(name: str) -> str | None:
-    """Return the spelling under which a method or an alias is registered so far; None: no such name."""
+    """Return the registered spelling of the name or alias of a method; None: no such name is registered so far.
+
+    Case, hyphens, underscores and spaces make no difference.
+    """
     return next((known for known in (*_METHODS, *_ALIASES) if folded(known) == folded(name)), None)
 
 
 @cache
 def _load_plug_ins() -> None:
-    """Load the methods that other packages add; warn of one that cannot be loaded, and go on with the others."""
+    """Load the methods that other packages add. If one cannot be loaded, warn, and go on with the others."""
     for name in plug_in_names("methods"):
         try:
             plug_in("methods", name)
@@ -74,7 +77,7 @@ def _load_plug_ins() -> None:
 
 
 def list_methods() -> dict[str, type[RopeMethod]]:
-    """Return every method by name, those of other packages last."""
+    """Return all method classes by their names; those from other packages come last."""
     _load_plug_ins()
     return dict(_METHODS)
 
@@ -87,7 +90,7 @@ def resolve_method(
     target_length: Length | None = None,
     **params: Any,
 ) -> RopeMethod:
-    """Return a method object from what a user may write: a name and parameters, or an object and nothing beside it.
+    """Return the method that a user names: by its name and parameters, or as a method object without parameters.
 
     Args:
         method: a name of `list_methods()` or an alias of one ("NTK-aware", "dynamic"), in any case and with any
@@ -96,8 +99,8 @@ def resolve_method(
             None: it is not known yet.
         factor: the extended length as a multiple of the context length. A method without a factor is not changed by it.
         target_length: the extended length in tokens. A method without a factor is not changed by it.
-        **params: the other parameters of the method, and those of a method that one of them names ("frequency" of
-            remapping methods).
+        **params: the other parameters of the method. If one of them is itself a method ("frequency" of remapping
+            methods), also the parameters of that method.
 
     Raises:
         MethodError: unknown name or parameter (with the nearest one), both factor and target_length, or a value the
@@ -160,10 +163,12 @@ def _from_name(
 def split_parameters(
     method: str | RopeMethod | None, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide arguments into the parameters of methods, misspelt ones of this method among them, and all others.
+    """Divide keyword arguments into the parameters of methods and all others.
+
+    An argument that looks like a misspelt parameter of `method` counts as a parameter.
 
     Raises:
-        MethodError: a parameter that other methods have, and the named one does not.
+        MethodError: an argument is a parameter of other methods, but not of `method`.
     """
     cls = _find(method)[0] if isinstance(method, str) else None
     own = () if cls is None else [*cls.parameters]
@@ -176,7 +181,7 @@ def split_parameters(
 
 
 def _check_known(name: str, keys: Iterable[str], accepted: Collection[str]) -> None:
-    """Raise MethodError for a key that is not among the accepted parameters of a method."""
+    """Raise MethodError if a key is not one of the accepted parameters of the method."""
     for key in keys:
         if key not in accepted:
             parameters = ", ".join(["factor", "target_length", *(k for k in accepted if k != "factor")])
@@ -184,7 +189,7 @@ def _check_known(name: str, keys: Iterable[str], accepted: Collection[str]) -> N
 
 
 def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:
-    """Return the class of a name or an alias, and the parameters that an alias implies."""
+    """Return the method class for a name or alias, and the parameters that the alias implies."""
     registered = registered_name(method)
     name, implied = _ALIASES.get(registered, (registered, {}))
     if name not in _METHODS:
@@ -193,14 +198,14 @@ def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:
 
 
 def accepts_factor(name: str) -> bool:
-    """Return whether a method, by name and with its other parameters left at their defaults, has a factor."""
+    """Return whether the method of this name takes a factor when its other parameters have their default values."""
     registered = registered_name(name)
     name, implied = _ALIASES.get(registered, (registered, {}))
     return name in _METHODS and _METHODS[name].takes_factor(implied)
 
 
 def _factor_for(rotary: Rotary | None, target_length: int) -> float:
-    """Return a target length in tokens as a multiple of the context length."""
+    """Return the factor that extends a model to `target_length` tokens, a multiple of its context length."""
     whole("target_length", target_length, least=-math.inf)
     if rotary is None:
         raise MethodError("target_length needs a model or a Rotary to be measured against; give factor")
@@ -212,7 +217,7 @@ def _factor_for(rotary: Rotary | None, target_length: int) -> float:
 
 
 def method_from_dict(saved: Mapping[str, Any]) -> RopeMethod:
-    """Return the method that `RopeMethod.to_dict` has saved."""
+    """Return the method that `RopeMethod.to_dict` turned into this dictionary."""
     values = dict(saved)
     if not isinstance(name := values.pop("method", None), str):
         raise MethodError(f"no method in {dict(saved)}")
@@ -220,7 +225,11 @@ def method_from_dict(saved: Mapping[str, Any]) -> RopeMethod:
 
 
 def rotary_from_dict(saved: Mapping[str, Any]) -> Rotary:
-    """Return the rotary embedding that `Rotary.to_dict` has saved; raise MethodError for anything else."""
+    """Return the rotary embedding that `Rotary.to_dict` turned into this dictionary.
+
+    Raises:
+        MethodError: the dictionary holds anything else.
+    """
     try:
         values = dict(saved)
         own = values.pop("own", None)
@@ -237,7 +246,10 @@ def rotary_from_dict(saved: Mapping[str, Any]) -> Rotary:
 
 
 def _check_whole(saved: Mapping[str, Any], **most: int) -> None:
-    """Raise MethodError for a saved size that is not a whole number from 0 to its limit; a size may be missing."""
+    """Raise MethodError if a saved value is not a whole number between 0 and its limit.
+
+    `most` has the limit for each key that is checked; a key may be missing from `saved`.
+    """
     for key, limit_ in most.items():
         value = saved.get(key)
         if value is not None:

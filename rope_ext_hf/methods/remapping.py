@@ -57,7 +57,7 @@ class RemappedPosition(NamedTuple):
     offset: float = 0.0
 
     def tokens(self) -> Tensor:
-        """Return the position in tokens, float64."""
+        """Return the position, in tokens, as a float64 tensor."""
         whole = torch.zeros(()) if self.positions is None else self.positions
         return whole.double() / self.divisor + self.offset
 
@@ -73,49 +73,58 @@ class AttentionRule:
 
     @property
     def by_length(self) -> bool:
-        """True if the rule of a row depends on its length."""
+        """True if the rule for a row of the batch depends on the length of that row."""
         return False
 
     @property
     def window_size(self) -> int | None:
-        """The number of keys that a query sees, itself included; None: all before it."""
+        """The number of keys that a query sees, its own included. None: it sees all keys before it."""
         return None
 
     def key_position(self, n: Tensor) -> RemappedPosition:
-        """Return the place of keys for every zone but the nearest."""
+        """Return the positions that keys at `n` are rotated to for every zone except the nearest one."""
         return RemappedPosition(n)
 
     def stored_position(self, n: Tensor) -> RemappedPosition:
-        """Return the place of keys in the cache, which is the same for rows of every length.
+        """Return the positions that keys at `n` are rotated to in the cache, the same for rows of every length.
 
-        Queries are rotated to the same place before a zone is chosen.
+        Queries arrive rotated to the same positions, before a zone is chosen for them.
         """
         return RemappedPosition(n) if self.by_length else self.key_position(n)
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
-        """Return the place of queries in a far zone, 1 and up; in the nearest, 0, they are placed as its keys are."""
+        """Return the positions that queries at `m` are rotated to for the keys of a far zone, numbered from 1.
+
+        In the nearest zone, 0, queries are rotated to the same positions as its keys.
+        """
         return self.key_position(m)
 
     def query_scale(self, m: Tensor) -> Tensor | None:
-        """Return the factor of queries at positions m, float32; None: 1."""
+        """Return the factor for queries at positions `m`, a float32 tensor. None: queries stay as they are."""
         return None
 
     def score_bias(self, heads: int, length: int) -> ScoreBias | None:
-        """Return the function that gives the additions to scores of an input of `length` tokens; None: there are none.
+        """Return the function that gives the numbers to add to attention scores, for an input of `length` tokens.
+
+        None: nothing is added.
 
         Raises:
-            MethodError: parameters for another number of heads.
+            MethodError: the parameters are for another number of heads.
         """
         return None
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
-        """Return the zone of each pair of a query at m and a key at n <= m; the value of other pairs is not used."""
+        """Return the zone that a key at n is in for a query at m, for each pair of them with n <= m.
+
+        A zone is a range of keys with one rule of relative positions. The values for n > m are not used.
+        """
         return torch.zeros_like(m - n)
 
     def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Return the smallest distance in each zone of an input of `length` tokens, and a bound above the largest.
+        """Return for each zone the smallest distance from query to key in it, and a bound above the largest.
 
-        The nearest zone comes first. The ranges of distances may overlap: the `zone` of a pair decides.
+        They are for an input of `length` tokens; the nearest zone comes first. The ranges of distances may overlap: the
+        `zone` of a pair decides.
         """
         return ((0, self.window_size or UNBOUNDED),)
 
@@ -135,7 +144,8 @@ class AttentionRule:
             count: the number of queries, those of all heads that share a key.
 
         Returns:
-            The rule; a position at which a block of queries is best begun; and the step from there to the next.
+            The rule; a position at which a block of queries should begin; and the distance from there to the next such
+            position.
         """
         return self, 0, 1
 
@@ -217,12 +227,12 @@ class RemappingMethod(RopeMethod, AttentionRule):
         return bound.with_defaults(max_distance, target_length)
 
     def as_stated(self, config: Any, limit: int) -> Self:
-        """Return the method with the parameters that a model's config states for it, unless they go beyond `limit`."""
+        """Return the method with the parameters that the model's config states for it, unless they exceed `limit`."""
         return self
 
     @abstractmethod
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
-        """Return the method with values in place of its own parameters that are None.
+        """Return the method with a value for each parameter of its class that is None.
 
         `bind` calls it, and has filled in `max_distance` and `temperature`.
 
@@ -235,7 +245,7 @@ class RemappingMethod(RopeMethod, AttentionRule):
         """
 
     def check_reach(self, limit: int, subject: str, size: float) -> None:
-        """Raise MethodError if `size`, in tokens, is above `limit`; `subject` names in the message what is so long."""
+        """Raise MethodError if `size` tokens exceed `limit`; `subject` says in the message what has this size."""
         if size > limit:
             raise MethodError(
                 f"{self.name}: {subject} is {size:g} tokens, which must not exceed the longest relative position that "
@@ -244,14 +254,20 @@ class RemappingMethod(RopeMethod, AttentionRule):
 
     @property
     def by_length(self) -> bool:
-        """True if the rule of a row depends on its length: as loaded up to `max_distance`, and remapped beyond."""
+        """True if the rule for a row depends on its length.
+
+        Rows of up to `max_distance` tokens are then read as by the unpatched model, and longer ones are remapped.
+        """
         return self.beyond_only
 
     def depends_on_length(self, rotary: Rotary) -> bool:
         return self.by_length or super().depends_on_length(rotary)
 
     def at_length(self, length: int) -> Self | None:
-        """Return the rule of rows of `length` tokens, which no longer depends on it; None: they are not remapped."""
+        """Return the rule for rows of `length` tokens, which no longer depends on a length.
+
+        None: rows of this length are read as by the unpatched model.
+        """
         if not self.by_length:
             return self
         assert self.max_distance is not None
@@ -292,12 +308,12 @@ class RemappingMethod(RopeMethod, AttentionRule):
 
     @property
     def exact_length(self) -> int:
-        """The length in tokens of the longest input whose scores stay as they are, apart from the temperature."""
+        """The longest input, in tokens, whose scores the method leaves as they are, apart from the temperature."""
         return 0
 
     @property
     def note(self) -> str:
-        """The effect of a bound method on far keys, in one sentence."""
+        """A sentence that says what the method, once bound to a model, does with far keys."""
         short = f"Rows of up to {self.max_distance:,} tokens are read as loaded. " if self.by_length else ""
         return (
             f"{short}Far keys are seen at relative positions up to {self.max_distance:,}, which the model was trained "
@@ -351,7 +367,7 @@ class WindowedRemapping(RemappingMethod):
 
     @property
     def exact_window(self) -> int:
-        """The smallest distance of the far zone, which is `window`; `bind` has filled it in."""
+        """The smallest distance at which keys are remapped: `window`, which `bind` has filled in."""
         assert self.window is not None
         return self.window
 

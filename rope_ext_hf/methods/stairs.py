@@ -48,14 +48,14 @@ class Stairs(RemappingMethod):
 
     @property
     def edges(self) -> tuple[int, int]:
-        """S and W, which `bind` has filled in."""
+        """The distance from which keys are remapped (S), and the distance where the stairs start (W); see the class."""
         assert self.window is not None
         assert self.start is not None
         return self.window, self.start
 
     @property
     def band(self) -> int:
-        """B, the number of distances that each zone of far keys spans; `bind` has filled it in."""
+        """The number of distances in each zone of far keys (B, the field `chunk`); `bind` has filled it in."""
         assert self.chunk is not None
         return self.chunk
 

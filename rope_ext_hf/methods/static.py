@@ -89,19 +89,22 @@ class Theta(RopeMethod):
 
 
 def _theta_parameters(rotary: Rotary, theta: float) -> dict[str, Any]:
-    """Return the `rope_parameters` of plain RoPE with a base."""
+    """Return the `rope_parameters` for plain RoPE with the base `theta`."""
     return {"rope_type": "default" if rotary.rotated_pairs is None else "proportional", "rope_theta": theta}
 
 
 def ntk_theta(rotary: Rotary, alpha: Any) -> Any:
-    """Return b' = b alpha^(d/(d-2)), which keeps the highest frequency and divides the lowest by exactly alpha."""
+    """Return the base of NTK-aware scaling: b' = b alpha^(d/(d-2)).
+
+    With it the highest frequency stays as it is, and the lowest is divided by exactly alpha.
+    """
     return rotary.theta * alpha ** (rotary.dim / (rotary.dim - 2))
 
 
 def ntk_inv_freq(rotary: Rotary, alpha: Any, device: torch.device) -> Tensor:
-    """Return theta_i with the base b' of `ntk_theta`, (..., dim // 2).
+    """Return the inverse frequencies of NTK-aware scaling, (..., dim // 2): theta_i with the base b' of `ntk_theta`.
 
-    Over a scaling of the model's own it is w_i alpha^(-2i/(d-2)), which is the same where w_i = theta_i.
+    If the model has a scaling of its own, pair i gets w_i alpha^(-2i/(d-2)), which is the same where w_i = theta_i.
 
     Args:
         rotary: the rotary embedding of the model.
@@ -116,7 +119,7 @@ def ntk_inv_freq(rotary: Rotary, alpha: Any, device: torch.device) -> Tensor:
 
 
 def check_at_least_four_dims(name: str, rotary: Rotary) -> None:
-    """Raise MethodError where the exponent d/(d-2) of NTK-aware scaling is infinite."""
+    """Raise MethodError if only two dims rotate: the exponent d/(d-2) of NTK-aware scaling would be infinite."""
     if rotary.dim < 4:
         raise MethodError(f"{name} needs at least 4 rotated dims (its exponent is d/(d-2)), got {rotary.dim}")
 
@@ -166,10 +169,10 @@ def _index_of_cycles(rotary: Rotary, cycles: float) -> float:
 
 
 def _ramp_by_cycles(rotary: Rotary, beta_fast: float, beta_slow: float, inv_freq: Tensor) -> Tensor:
-    """Return the interpolated share of each pair, (dim // 2,), linear in its cycles over the context length.
+    """Return how much of each pair is interpolated, (dim // 2,), linear in its cycles over the context length.
 
-    It is 1 - gamma(r) with the ramp gamma of the YaRN paper (arXiv 2309.00071, Def. 2): 0 from `beta_fast` cycles up,
-    1 from `beta_slow` cycles down.
+    It is 1 - gamma(r) with the ramp gamma of the YaRN paper (arXiv 2309.00071, Def. 2): 0 from `beta_fast` cycles up, 1
+    from `beta_slow` cycles down.
     """
     cycles = rotary.context_length * inv_freq / TWO_PI
     if beta_fast == beta_slow:  # a step
@@ -178,7 +181,10 @@ def _ramp_by_cycles(rotary: Rotary, beta_fast: float, beta_slow: float, inv_freq
 
 
 def _check_descending(method: RopeMethod, high: str, low: str) -> None:
-    """Raise MethodError where the parameter named `high` is below the one named `low`, or one is not above 0."""
+    """Raise MethodError unless the parameter named `high` is at least as large as the one named `low`.
+
+    Both must be above 0.
+    """
     higher, lower = getattr(method, high), getattr(method, low)
     if not higher >= lower > 0:
         raise MethodError(
@@ -187,7 +193,7 @@ def _check_descending(method: RopeMethod, high: str, low: str) -> None:
 
 
 def _interpolate(inv_freq: Tensor, factor: float | Tensor, ramp: Tensor) -> Tensor:
-    """Return w_i (1 - ramp_i) + w_i / s ramp_i (YaRN paper, arXiv 2309.00071, Def. 2)."""
+    """Return the inverse frequencies w_i (1 - ramp_i) + w_i / s ramp_i, with s = `factor` (YaRN paper, Def. 2)."""
     return inv_freq * (1 - ramp) + inv_freq / factor * ramp
 
 
@@ -226,12 +232,15 @@ class RampedMethod(BandedMethod):
     truncate: bool = True
 
     def interpolate(self, rotary: Rotary, factor: float | Tensor, device: torch.device) -> Tensor:
-        """Return the interpolated frequencies, (..., dim // 2), for a factor s, one number or a tensor (..., 1)."""
+        """Return the interpolated inverse frequencies, (..., dim // 2).
+
+        `factor`: the divisor s of slow pairs, one number or a tensor (..., 1).
+        """
         inv_freq = rotary.inv_freq(device)
         return _interpolate(inv_freq, factor, self._ramp(rotary, inv_freq))
 
     def _ramp(self, rotary: Rotary, inv_freq: Tensor) -> Tensor:
-        """Return r_i, (dim // 2,), from 0 (keep) to 1 (interpolate)."""
+        """Return how much each pair is interpolated, from 0 (not at all) to 1 (fully): r_i, a tensor (dim // 2,)."""
         if self.ramp == "cycles":
             return _ramp_by_cycles(rotary, self.beta_fast, self.beta_slow, inv_freq)
         low, high = _index_of_cycles(rotary, self.beta_fast), _index_of_cycles(rotary, self.beta_slow)
@@ -314,14 +323,14 @@ class Yarn(RampedMethod):
 
 
 def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """Return g(s, m) = 0.1 m ln s + 1, the factor of cos and sin in YaRN."""
+    """Return g(s, m) = 0.1 m ln s + 1, which YaRN multiplies cos and sin by."""
     return 0.1 * mscale * math.log(factor) + 1
 
 
 def _counted_parameters(rope_type: str, rotary: Rotary, method: RopeMethod, **rest: float) -> dict[str, Any]:
-    """Return the `rope_parameters` of a rope type that has the parameters of a method, and the trained length.
+    """Return the `rope_parameters` for a rope type of transformers that has the same parameters as the method.
 
-    `rest`: further parameters of the rope type.
+    `rest`: further parameters that the rope type needs.
     """
     own = method.to_dict() | rest
     parameters = {"rope_type": rope_type, "rope_theta": rotary.theta, "factor": float(own.pop("factor"))}
@@ -379,7 +388,11 @@ class MrRoPE(BandedMethod):
         self._band(rotary)
 
     def _band(self, rotary: Rotary) -> tuple[int, int]:
-        """Return lo and hi."""
+        """Return the first and the last pair of the range in which divisors grow.
+
+        They are the last pair that completes more than `beta_fast` cycles, and the first that completes fewer than
+        `beta_slow`.
+        """
         cycles = (rotary.context_length * rotary.inv_freq()[: rotary.rotated_pairs] / TWO_PI).tolist()
         fast = [index for index, completed in enumerate(cycles) if completed > self.beta_fast]
         slow = [index for index, completed in enumerate(cycles) if completed < self.beta_slow]
@@ -403,7 +416,10 @@ class MrRoPE(BandedMethod):
 
 
 def check_divisors(method: RopeMethod, *keys: str, rotary: Rotary | None = None) -> None:
-    """Raise MethodError for lists of divisors that are not positive or, given `rotary`, not one for each pair."""
+    """Raise MethodError unless each of these fields is a list of positive numbers.
+
+    With `rotary`, each list must also have one number for each pair of rotated dims.
+    """
     for key in keys:
         divisors: Sequence[float] = getattr(method, key)
         if rotary is not None and len(divisors) != rotary.dim // 2:

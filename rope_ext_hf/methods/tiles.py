@@ -1,4 +1,4 @@
-"""Tiles: ranges of keys that a block of queries sees in one zone of a remapping method."""
+"""Tiles: blocks of queries and keys, all in one zone (a range of keys with one rule of relative positions)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mask = str | int
 
 
 class _Rectangle(NamedTuple):
-    """Queries and keys as ranges of positions."""
+    """A range of queries and a range of keys, as positions, and the mask that says which keys each query sees."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
@@ -26,7 +26,7 @@ class _Rectangle(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries and keys of one zone, as ranges of positions.
+    """A range of queries and a range of keys, as positions, all in one zone of a remapping method.
 
     A query at m sees those of the keys n with m - `diagonal` - `width` < n <= m - `diagonal`.
     """
@@ -39,15 +39,15 @@ class Tile(NamedTuple):
 
     @classmethod
     def band(cls, zone: int, near: int, far: int, first: int, last: int) -> Tile:
-        """Return the tile of the queries first ... last - 1 and the keys at distances near ... far - 1 from them."""
+        """Return the tile for the queries first ... last - 1 and the keys at distances near ... far - 1 from them."""
         return cls(zone, (first, last), (max(0, first - far + 1), last - near), near, far - near)
 
     def rectangles(self, low: int, windows: bool = False) -> Iterator[_Rectangle]:
-        """Yield rectangles that cover the visible pairs of query and key, each pair once.
+        """Yield rectangles that together cover all pairs of a query and a key visible to it, each pair once.
 
         Args:
             low: keys below this position are left out.
-            windows: whether masks may be numbers; then most tiles are one rectangle.
+            windows: whether a mask may be a number (see `Mask`), with which most tiles are a single rectangle.
         """
         near, far = self.diagonal, self.diagonal + self.width
         (q0, q1), (k0, k1) = self.queries, self.keys

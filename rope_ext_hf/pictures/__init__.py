@@ -1,1 +1,1 @@
-"""Pictures of results, made of plain numbers, as PNG files and in pages of HTML."""
+"""Pictures of results, drawn from plain numbers, as PNG files and inside HTML pages."""

@@ -44,7 +44,7 @@ _MARKERS = {
 
 
 class _Style(NamedTuple):
-    """The style of a line, in an SVG and by matplotlib."""
+    """The style of a line, for an SVG and for matplotlib."""
 
     colour: str
     dash: tuple[int, int]  # lengths of dash and gap in units; (0, 0): a solid line
@@ -59,7 +59,10 @@ class _Style(NamedTuple):
 
 
 def line_styles(names: Sequence[str]) -> dict[str, _Style]:
-    """Return the style of each method's line by its label; labels of one method with several factors share a colour."""
+    """Return a line style for each method, by its label.
+
+    Labels of one method with several factors share a colour.
+    """
 
     def family(name: str) -> str:
         return name.rpartition(" x")[0] or name
@@ -79,7 +82,7 @@ def line_styles(names: Sequence[str]) -> dict[str, _Style]:
 
 
 class _Frame(NamedTuple):
-    """The plot of a line chart within its SVG, in units; y grows downward."""
+    """The place and the scales of the plot in the SVG of a line chart, in SVG units; y grows downward."""
 
     width: float  # that of the SVG
     left: float
@@ -108,7 +111,7 @@ class _Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class LineChart:
-    """A chart of values over context lengths, one line per method with its label at its end."""
+    """A line chart of values over context lengths, with one line per method and its label at the end of the line."""
 
     points: Mapping[str, Sequence[tuple[int, float]]]
     """(length, value), ascending, by the method's label; a method without points is left out."""
@@ -141,9 +144,9 @@ class LineChart:
         return self._lengths[0] <= self.context_length <= self._lengths[-1]
 
     def svg(self, *widths: float) -> str:
-        """Return a figure element with a chart for each width, by default that of a phone; empty without points.
+        """Return an HTML figure element with the chart in each of these widths; empty if there are no points.
 
-        Of two charts, the style of a page shows the one that fits.
+        The default is the width of a phone. If there are two charts, the style of the page shows the one that fits.
         """
         if not self._lines:
             return ""
@@ -153,7 +156,7 @@ class LineChart:
         return _figure(caption, [self._drawn(width, caption) for width in widths or (WIDTH,)])
 
     def _drawn(self, width: float, caption: str) -> str:
-        """Return the chart as an SVG element."""
+        """Return this chart as an SVG element of this width, with a caption."""
         lines, frame = self._lines, self._frame(width)
         drawn = self._axes_drawn(frame)
         bottom = frame.bottom + _BELOW
@@ -178,7 +181,7 @@ class LineChart:
         return _svg(bottom + 4, drawn, caption, width)
 
     def _frame(self, width: float) -> _Frame:
-        """Return the place of the plot in an SVG of this width."""
+        """Return the place and the scales of the plot in an SVG of this width."""
         lines, lengths, ticks = self._lines, self._lengths, self._ticks
         left = 6 + max(_width(_tick_text(tick)) for tick in ticks)
         right = width - _KEY - max(_width(short(printable(name), _LABEL)) for name in lines)
@@ -190,7 +193,7 @@ class LineChart:
         return _Frame(width, left, right, height, (lengths[0], lengths[-1]), values, self.logarithmic, labels_below)
 
     def _axes_drawn(self, frame: _Frame) -> list[str]:
-        """Return the axis of lengths, the values with their rules, and the lengths with their multiples."""
+        """Return the axes as SVG elements: values with lines across the plot, and lengths with their multiples."""
         drawn = [_rule(f"M{frame.left:.1f} {frame.bottom}H{frame.right:.1f}", 'stroke-opacity="0.5"')]
         for tick in self._ticks:
             y = frame.y(tick)
@@ -200,7 +203,10 @@ class LineChart:
         return drawn + _length_ticks(places, self.context_length, frame.bottom + 17)
 
     def _line_drawn(self, frame: _Frame, name: str, style: _Style, place: float) -> str:
-        """Return a method's line with its markers, and its label at the height `place`."""
+        """Return the line of one method as an SVG element, with its markers and its label.
+
+        `place`: the height of the label.
+        """
         points = [(frame.x(length), frame.y(value)) for length, value in self._lines[name]]
         colour = "currentColor" if style.colour == drawing.PLAIN else style.colour
         dash = "none" if style.dash == (0, 0) else f"{style.dash[0]} {style.dash[1]}"
@@ -219,11 +225,11 @@ class LineChart:
         return f"<g><title>{_safe(name, 120)}</title>{''.join(parts)}</g>"
 
     def draw(self, path: str | Path | None, title: str) -> Any:
-        """Return the matplotlib figure with this chart, saved as a PNG if there is a path."""
+        """Return a matplotlib figure with this chart, and save it as a PNG if there is a path."""
         return draw_side_by_side([self], path, title)
 
     def draw_on(self, axes: Any, styles: Mapping[str, _Style]) -> None:
-        """Draw on matplotlib's axes, in styles of `line_styles`."""
+        """Draw this chart on matplotlib's axes; `styles` are those that `line_styles` returns."""
         lines: list[drawing.Line] = [
             (name, [length for length, _ in row], [value for _, value in row], styles[name].settings)
             for name, row in self._lines.items()
@@ -256,7 +262,7 @@ class LineChart:
 
 
 def draw_side_by_side(charts: Sequence[LineChart], path: str | Path | None, title: str, note: str = "") -> Any:
-    """Return a matplotlib figure with charts side by side, saved as a PNG if there is a path.
+    """Return a matplotlib figure with charts side by side, and save it as a PNG if there is a path.
 
     Each method has one style in all charts. `note`: a sentence below them.
     """
@@ -270,7 +276,7 @@ def draw_side_by_side(charts: Sequence[LineChart], path: str | Path | None, titl
 
 
 class HeatCell(NamedTuple):
-    """Answers at one depth and length."""
+    """One cell of a heat map: how well a method answered at one depth in the text and one context length."""
 
     share: float  # the share of right answers
     rank: float  # the mean rank of the right answer
@@ -279,7 +285,7 @@ class HeatCell(NamedTuple):
 
 @dataclass(frozen=True)
 class HeatMaps:
-    """Maps of the right answers by depth and context length, one per method, with the mean rank below each share."""
+    """Heat maps of the share of right answers by depth and context length, one per method, with mean ranks."""
 
     panels: Mapping[str, Mapping[tuple[float, int], HeatCell]]
     """Cells by the method's label, then by depth and length; the place of a missing cell stays empty."""
@@ -295,14 +301,14 @@ class HeatMaps:
         return sorted({length for cells in self.panels.values() for _, length in cells})
 
     def _cells(self, name: str) -> Iterable[tuple[int, int, HeatCell]]:
-        """Yield the column, the row and the cell of each result of one method."""
+        """Yield the column, the row and the cell of each result in the map of one method."""
         for (depth, length), cell in self.panels[name].items():
             yield self._lengths.index(length), self._depths.index(depth), cell
 
     def svg(self, *widths: float) -> str:
-        """Return a figure element with a map per method; empty without any.
+        """Return an HTML figure element with one map per method; empty if there are none.
 
-        A single method has a map for each width, as in `LineChart.svg`; those of several methods stand side by side.
+        A single method has a map for each width, as in `LineChart.svg`; the maps of several methods stand side by side.
         """
         if not self._lengths:
             return ""
@@ -332,7 +338,7 @@ class HeatMaps:
         return _svg(bottom + _BELOW, drawn, f"{name}: {self.note}", width)
 
     def draw(self, path: str | Path | None, title: str) -> Any:
-        """Return a matplotlib figure with the maps side by side, saved as a PNG if there is a path."""
+        """Return a matplotlib figure with the maps side by side, and save it as a PNG if there is a path."""
         depths, lengths = self._depths, self._lengths
         width, height = 1.6 + len(self.panels) * max(2.0, 0.75 * len(lengths)), 2.1 + 0.5 * len(depths)
         with drawing.picture(path, width, height) as figure:
@@ -382,14 +388,14 @@ def _tick_texts(lengths: Sequence[int], context_length: int) -> list[str]:
 
 
 def _round_values(low: float, high: float) -> list[float]:
-    """Return three to six round values within a range."""
+    """Return three to six round values between `low` and `high`, for an axis."""
     power = 10.0 ** math.floor(math.log10((high - low) or abs(high) or 1.0))
     step = next(power * share for share in (0.1, 0.2, 0.5, 1, 2) if (high - low) / (power * share) <= 5)
     return [round(n * step, 12) for n in range(math.ceil(low / step), math.floor(high / step) + 1)] or [low]
 
 
 def _round_factors(low: float, high: float) -> list[float]:
-    """Return three to nine values 1, 2, 5, 10, 20 ... within a range.
+    """Return three to nine round values (1, 2, 5, 10, 20 ...) between `low` and `high`, for a logarithmic axis.
 
     In a wide range they are powers of ten, or every second one, or every third; in a narrow range they are as on a
     linear axis.
@@ -414,7 +420,7 @@ def _tick_text(value: float) -> str:
 
 
 def _apart(places: Mapping[int, float], context_length: int) -> list[int]:
-    """Return the lengths whose texts fit beside each other, ascending.
+    """Return the context lengths whose texts fit beside each other on an axis, ascending.
 
     The context length is kept first, then the longest length, and then the others from the longest on, where they fit.
 
@@ -437,7 +443,10 @@ def _apart(places: Mapping[int, float], context_length: int) -> list[int]:
 
 
 def _length_ticks(places: Mapping[int, float], context_length: int, top: float) -> list[str]:
-    """Return the texts of as many lengths as fit; below each stands its multiple of the context length."""
+    """Return the texts below the axis of context lengths as SVG elements, for as many lengths as fit.
+
+    Below each length stands the multiple of the context length that it is. `top`: the height of the first line.
+    """
     texts = []
     for length in _apart(places, context_length):
         texts.append(_text(places[length], top, drawing.short_length(length), "middle"))
@@ -446,7 +455,7 @@ def _length_ticks(places: Mapping[int, float], context_length: int, top: float) 
 
 
 def _width(text: str) -> float:
-    """Return an upper bound of the width of a text, in units."""
+    """Return an upper bound for the width of a text in an SVG, in SVG units."""
     return 11 * drawing.text_width(text) + 2
 
 

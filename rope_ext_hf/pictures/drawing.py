@@ -30,7 +30,7 @@ Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
 def picture(path: str | Path | None, width: float, height: float) -> Iterator[Any]:
     """Yield a matplotlib figure of a width and height in inches, which is saved as a PNG at the end of the block.
 
-    A notebook shows the figure; no display is needed. `path`: the file to save; None: none.
+    A notebook shows the figure; no display is needed. `path`: the file to save it to; None: it is not saved.
 
     Raises:
         ImportError: matplotlib is not installed; the message says how to install it.
@@ -60,7 +60,8 @@ def plot_text(text: str, most: int = 120) -> str:
 def space_out(heights: Sequence[float], gap: float, bottom: float, top: float) -> list[float]:
     """Return ascending heights moved as little as possible, by least squares, so that they are at least `gap` apart.
 
-    None is above `top`, and none below `bottom` if all fit. Neighbours that are too close stand around their mean.
+    No height is above `top`, and if all fit, none is below `bottom`. Neighbours that are too close stand around their
+    mean.
     """
     groups: list[list[float]] = []  # heights less their gaps, in groups with ascending means
     for nth, height in enumerate(heights):
@@ -73,7 +74,7 @@ def space_out(heights: Sequence[float], gap: float, bottom: float, top: float) -
 
 
 def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 7) -> None:
-    """Write the names of lines to the right of their ends; thin lines lead from the ends to the names.
+    """Write the name of each line in a plot to the right of its end; a thin line leads from the end to the name.
 
     Names are in the colour of text, which is readable at any size; the colour of a line may be too light for that.
 
@@ -106,14 +107,15 @@ def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 
 def draw_lines(
     axes: Any, lines: Sequence[Line], limits: tuple[float | None, float | None], *, size: float = 7, last: int = 1
 ) -> None:
-    """Draw lines with their names at their ends.
+    """Draw lines in a plot, with the name of each line at its end.
 
     Args:
         axes: matplotlib's axes.
         lines: the lines.
         limits: the lowest and the highest value of the axis; None: matplotlib's choice.
         size: the size of the names in points.
-        last: a name stands at the mean of so many last values, because a single value of a ragged line says little.
+        last: the number of values at the end of a line whose mean is the height of its name; a single value of a ragged
+            line says little.
     """
     for _, x, y, style in lines:
         axes.plot(x, y, **style)
@@ -131,7 +133,7 @@ def colour_bar(panel: Any, image: Any, axes: Sequence[Any], label: str = "") -> 
 
 
 def text_width(text: str) -> float:
-    """Return about the width of a text in multiples of its size, at least as much as the usual fonts take."""
+    """Return the approximate width of a text in multiples of its font size, at least as much as usual fonts take."""
     return sum(map(_character_width, text))
 
 
@@ -144,7 +146,10 @@ def _character_width(character: str) -> float:
 
 
 def short_length(tokens: int) -> str:
-    """Return a length in a short form: "4k" for 4096, "1M" for 1048576; "1,000" where none is exact."""
+    """Return a length in tokens as a short text: "4k" for 4096, "1M" for 1048576.
+
+    It is written out if no short form is exact: "1,000".
+    """
     for unit, size in (("M", 1024**2), ("k", 1024)):
         if tokens >= size and tokens % (size // 2) == 0:
             return f"{tokens / size:g}{unit}"

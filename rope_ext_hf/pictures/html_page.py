@@ -1,4 +1,4 @@
-"""Self-contained pages of HTML: one style for all, pictures inside the file, and nothing to fetch."""
+"""Self-contained HTML pages: one style for all, with the pictures inside the file and nothing to download."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ pre {{ font-size: .8rem; }} pre, code {{ white-space: pre-wrap; }}
 
 
 def html_page(title: str, summary: str, *parts: str) -> str:
-    """Return a whole page from a title and a summary as plain text, and parts of HTML; empty parts are left out."""
+    """Return a whole HTML page. `title` and `summary` are plain text, `parts` are HTML; empty parts are left out."""
     return _PAGE.format(
         title=html.escape(title),
         summary=html.escape(printable(summary)),
@@ -83,7 +83,7 @@ def html_page(title: str, summary: str, *parts: str) -> str:
 
 
 def html_table(table: Table | None) -> str:
-    """Return a table of the terminal as HTML, with its title and its caption; empty for None.
+    """Return a table that is also shown in the terminal as HTML, with its title and its caption; empty for None.
 
     Further lines of a head or a cell stand in small text below the first line, and the style of a cell becomes its
     class. In a window that is too narrow for the table, each row is a block: its first cell, then each value below the
@@ -108,12 +108,12 @@ def html_table(table: Table | None) -> str:
 
 
 def _rem(text: str) -> float:
-    """Return about the width of a cell's text in rem; the first line may be bold, and the others are small."""
+    """Return the approximate width of a cell's text in rem; its first line may be bold, and further lines are small."""
     return max(text_width(line) * (0.84 if nth else 1.08) for nth, line in enumerate(text.split("\n")))
 
 
 def _in_a_line(head: str) -> str:
-    """Return the head of a column in one line, multiples of a length in parentheses: "4,096 (16x)"."""
+    """Return the head of a column in one line, with the multiple of a length in parentheses: "4,096 (16x)"."""
     return " ".join([re.sub(r"^[\d.,]+x$", r"(\g<0>)", line.strip()) for line in head.split("\n")])
 
 
@@ -124,13 +124,13 @@ def _cell(head: str, cell: Any) -> str:
 
 
 def _lines(text: str) -> str:
-    """Return the lines of a cell as HTML, those after the first one small."""
+    """Return the lines of a table cell as HTML; lines after the first one are small."""
     first, *others = [html.escape(printable(line.strip())) for line in text.split("\n")]
     return first + "".join([f"<br><small>{line}</small>" for line in others])
 
 
 def side_by_side(charts: Iterable[str]) -> str:
-    """Return figures side by side, or below each other where the page is narrow."""
+    """Return figures, given as HTML, side by side; where the page is narrow they stand below each other."""
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
@@ -139,7 +139,7 @@ def _heading(text: str) -> str:
 
 
 def collapsed(summary: str, *parts: str) -> str:
-    """Return HTML that is hidden until a click on a line of plain text."""
+    """Return HTML parts that are hidden until the reader clicks on the summary, a line of plain text."""
     return f"<details><summary>{html.escape(printable(summary))}</summary>{''.join(parts)}</details>"
 
 
@@ -154,7 +154,7 @@ def paragraph(text: str) -> str:
 
 
 def command_section(title: str, command: str, text: str) -> str:
-    """Return a command and the text of the file it reads, hidden until a click on the title; empty without text."""
+    """Return HTML with a command and the text of the file that it reads, hidden until a click; empty without text."""
     if not text:
         return ""
     lines = "\n".join(map(printable, text.splitlines()))
@@ -163,7 +163,7 @@ def command_section(title: str, command: str, text: str) -> str:
 
 
 def embedded_picture(name: str, data: bytes) -> str:
-    """Return an image element that holds a picture; empty if the data are not a PNG."""
+    """Return an HTML image element that contains the picture itself; empty if the data are not a PNG."""
     if not data.startswith(b"\x89PNG\r\n"):
         return ""
     text = html.escape(printable(name))

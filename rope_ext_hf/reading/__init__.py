@@ -1,1 +1,1 @@
-"""Reading text: documents, the spans they are cut into, and the scoring of tokens in fixed memory."""
+"""Reading of text: documents, the spans (stretches of tokens read at once) they are cut into, and their scoring."""

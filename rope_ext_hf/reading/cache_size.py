@@ -31,7 +31,7 @@ _STATE_WIDTH = 4  # bytes of a number of a recurrent state, which is kept in flo
 
 
 class _LayerMemory(NamedTuple):
-    """The numbers that one layer keeps in a cache, and its heads."""
+    """The numbers that one layer keeps in a key-value cache, and the heads that may be shared between GPUs."""
 
     per_token: int  # numbers of the keys and values of one token
     window: int | None  # tokens that are kept at most; None: all
@@ -42,19 +42,20 @@ class _LayerMemory(NamedTuple):
 
 
 def cached_bytes(config: Any, tokens: int, *, width: int = 2, gpus: int = 1, ahead: int = 0, layers: Any = None) -> int:
-    """Return the bytes of the cache of one input, on one of several GPUs that share the heads (tensor parallelism).
+    """Return the bytes that the key-value cache for one input takes on each GPU.
 
-    A layer with a sliding window keeps as many tokens as its window. Latent attention keeps the latent that it computes
-    keys and values from. A layer that shares the keys and values of an earlier one keeps none. Linear attention and
-    Mamba keep a state.
+    A layer with a sliding window keeps as many tokens as its window. Latent attention keeps the latent, a short vector
+    from which it computes keys and values. A layer that shares the keys and values of an earlier one keeps none. Linear
+    attention and Mamba keep a state.
 
     Args:
         config: the config of the text model.
         tokens: the length of the input.
         width: bytes of each number of keys and values.
-        gpus: the GPUs that share the heads.
-        ahead: tokens of the step that is being computed, which a layer with a window holds beyond its window.
-        layers: the result of `cached_layers(config)`, if it is at hand.
+        gpus: the number of GPUs that share the heads (tensor parallelism).
+        ahead: the number of tokens in the step that is being computed, which a layer with a window holds beyond its
+            window.
+        layers: the result of `cached_layers(config)`, if it was computed before.
     """
     total = 0
     for layer in layers or cached_layers(config):
@@ -65,7 +66,10 @@ def cached_bytes(config: Any, tokens: int, *, width: int = 2, gpus: int = 1, ahe
 
 
 def cached_layers(config: Any) -> list[_LayerMemory]:
-    """Return what each layer keeps, without the layers that share the keys and values of another."""
+    """Return the memory that each layer takes in the cache.
+
+    Layers that share the keys and values of another layer are left out.
+    """
     count = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
     attention = AttentionLayers(config)
     kinds = list(getattr(config, "layer_types", None) or [next(iter(SLIDING)) if attention.sliding else ""] * count)
@@ -78,7 +82,7 @@ def cached_layers(config: Any) -> list[_LayerMemory]:
 
 
 def _layer_memory(kind: str, config: Any, attention: AttentionLayers) -> _LayerMemory:
-    """Return what one layer keeps, by its layer type and its config."""
+    """Return the memory that one layer takes in the cache, from its layer type and the config."""
     known = vars(config)
     heads = int(config.num_attention_heads)
     head_dim = int(known.get("head_dim") or config.hidden_size // heads)
@@ -102,7 +106,7 @@ def _layer_memory(kind: str, config: Any, attention: AttentionLayers) -> _LayerM
 
 
 def _state_numbers(config: Any) -> int:
-    """Return how many numbers a recurrent state has; 0 if the config has none of the known keys."""
+    """Return how many numbers the state of a recurrent layer has; 0 if the config has none of the known keys."""
     for keys in _STATE_KEYS:
         sizes: list[Any] = [getattr(config, key, None) for key in keys]
         if all(isinstance(size, int) for size in sizes):

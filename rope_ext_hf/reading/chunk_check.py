@@ -21,7 +21,7 @@ _CHUNK = 5  # puts several tokens onto an empty cache, several onto one that is 
 def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None:
     """Return why a model cannot be read in chunks; None if it can.
 
-    If it can, `finish` and `windows` of the reader are set to what gave equal logits.
+    If it can, the settings `finish` and `windows` of the reader are set to those with which the logits were equal.
 
     Raises:
         UnsupportedModelError: the model does not run on token ids alone, or sees the tokens that it is to predict.
@@ -62,7 +62,7 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
 
 
 def _ordinary_logits(reader: ChunkedReader, ids: Tensor, tolerance: float) -> Tensor:
-    """Return the logits of an ordinary forward, (tokens - 1, vocabulary), checked not to depend on later tokens."""
+    """Return the logits of an ordinary forward, and check that they do not depend on later tokens."""
     model, decoder = reader.model, reader.decoder
     name = type(model).__name__
     # The same tokens but for the last one: in a causal model, no logits before it may change.

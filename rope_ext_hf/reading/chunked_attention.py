@@ -41,20 +41,23 @@ class NotReadInChunksError(Exception):
 
 
 class _MaskReadError(NotReadInChunksError, AttributeError):
-    """Raised for a decoder that works with its mask itself; an AttributeError, so that `hasattr` finds no attribute."""
+    """Raised if a decoder works with its mask itself, because it gets a `_MaskRule` in place of a mask.
+
+    It is an AttributeError, so that `hasattr` finds no attribute.
+    """
 
 
 @dataclass(frozen=True)
 class _MaskRule:
-    """The rule that a mask follows, in place of the mask.
+    """A description of an attention mask, which attention modules get in place of the mask tensor.
 
     Attributes:
-        window: keys that a query sees, its own included; None: no window.
+        window: the number of keys that a query sees, its own included; None: no window.
         chunk: the size of chunks, counted from the first token, if queries see the keys of their own chunk alone (Llama
             4); None: they see all.
-        past: tokens before the queries.
-        keys: keys that the layer's cache returns, those of the queries included.
-        placed: positions that the first layer made, for all layers.
+        past: the number of tokens before the queries.
+        keys: the number of keys that the layer's cache returns, those of the queries included.
+        placed: the positions that the first layer computed, kept for all layers.
     """
 
     window: int | None
@@ -72,7 +75,7 @@ class _MaskRule:
 
 
 def _mask_rule(*args: Any, **kwargs: Any) -> _MaskRule:
-    """Return the rule of a mask; the arguments are those of `transformers.masking_utils.sdpa_mask`."""
+    """Return the description of a mask; the arguments are those of `transformers.masking_utils.sdpa_mask`."""
     from transformers.masking_utils import causal_mask_function
 
     window = chunk = None
@@ -102,7 +105,8 @@ def _chunked_attention(
         module: the attention module.
         query: (batch, heads, tokens, head_dim).
         key, value: (batch, kv_heads, past + tokens, head_dim); heads share them in groups.
-        attention_mask: the rule of the mask; None, if the model class asks transformers for no mask: causality alone.
+        attention_mask: the description of the mask. None if the model class asks transformers for no mask: then
+            causality alone holds.
         keywords: transformers' keywords: `scaling`, `softcap`, `s_aux`, and `sliding_window`, which the mask has as
             well.
 
@@ -156,7 +160,7 @@ def _chunked_attention(
 
 
 def _positions(rule: _MaskRule, query: Tensor, queries: int, keys: int) -> TokenPositions:
-    """Return the positions of so many queries at the end of so many keys, counted from the first key."""
+    """Return the positions of the last `queries` of `keys` tokens, and of all keys, counted from the first key."""
     entry = (query.device, len(query), queries, keys)
     if entry not in rule.placed:
         positions = torch.arange(keys, device=query.device)[None]  # attention depends on their distances alone
@@ -167,8 +171,9 @@ def _positions(rule: _MaskRule, query: Tensor, queries: int, keys: int) -> Token
 def reading_in_chunks(
     model: nn.Module, reach_seen: Callable[[int | None], None] | None = None
 ) -> AbstractContextManager[None]:
-    """Have a model attend by `_chunked_attention` inside the with block.
+    """Make a model compute its attention by `_chunked_attention` inside the with block.
 
-    Every attention calls `reach_seen`, if given, with the number of keys that a query may see, None for all.
+    Every attention module calls `reach_seen`, if it is given, with the number of keys that a query may see; None stands
+    for all keys.
     """
     return attending(model, _ATTENTION, _chunked_attention, _mask_rule, _REACH_SEEN, reach_seen)

@@ -1,9 +1,10 @@
-"""Read spans onto a cache, a chunk of tokens at a time, so that memory does not grow with the length of a span.
+"""Read long texts onto a key-value cache, a chunk of tokens at a time, in memory that grows by the cache alone.
 
-The decoder reads a span in chunks, which add their keys and values to a cache that is allocated once (`span_cache`).
-A chunk attends to the past without a mask and causally to itself, and both results are merged by their log-sum-exp: no
-mask is built, and no key is repeated over the query heads (`chunked_attention`). The head runs on a few tokens at a
-time (`head_losses`). So memory beyond weights and cache does not depend on the length.
+A span is a stretch of tokens that are read together. The decoder reads it in chunks, which add their keys and values to
+a cache that is allocated once (`span_cache`). A chunk attends to the past without a mask and causally to itself, and
+both results are merged by their log-sum-exp: no mask is built, and no key is repeated over the query heads
+(`chunked_attention`). The head runs on a few tokens at a time (`head_losses`). So memory beyond weights and cache does
+not depend on the length.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ _MIN_CHUNK = 16  # tokens; below it, smaller chunks hardly need less memory
 
 @dataclass
 class ChunkedReader:
-    """A model that reads in chunks, and the cache that it reads onto.
+    """A model that reads text in chunks of tokens, and the key-value cache that the chunks are added to.
 
     Attributes:
         model: a causal language model.
         decoder: its decoder, which is run without the head.
         head: the head, as a module.
-        chunk: tokens that the decoder reads at a time.
-        head_bytes: memory for logits.
-        offload_cache: keys and values wait in main memory, and those of one layer at a time are on the device.
-        longest: tokens of the longest span to come, for which the cache is allocated at once.
-        finish: scale or cap the logits as the config says.
-        windows: the sliding window of each layer, by its index, that keeps the keys of its window alone.
+        chunk: the number of tokens that the decoder reads at a time.
+        head_bytes: memory for logits, in bytes.
+        offload_cache: whether keys and values wait in main memory, and those of one layer at a time are on the device.
+        longest: the number of tokens in the longest span (text read at once) to come, for which the cache is allocated
+            at once.
+        finish: whether to scale or cap the logits as the config says.
+        windows: the sliding windows of layers that keep only the keys in their window, by the index of the layer.
         stored: a function that keys and values go through before they are cached, to round them for example; None: they
             are cached as they are.
         cache: the cache of the latest span; None before the first one.
@@ -65,14 +67,17 @@ class ChunkedReader:
 
     @property
     def head_losses(self) -> HeadLosses:
-        """The head, which computes logits and losses from the decoder's output."""
+        """The object that computes logits and losses from the decoder's output, by the head of the model."""
         config = self.model.config.get_text_config()
         return HeadLosses(self.head, config, self.model.dtype, self.head_bytes, self.finish)
 
     # --- memory
 
     def fit(self, work: Callable[[], T]) -> T:
-        """Return the result of some reading; where it runs out of memory, do it again in chunks of half the size."""
+        """Call `work`, which reads some text, and return its result.
+
+        If the device runs out of memory, call it again with chunks of half the size.
+        """
         while True:
             try:
                 with self.attention():
@@ -93,7 +98,7 @@ class ChunkedReader:
         self.cache = self.prefix = None
 
     def empty_cache(self, tokens: int) -> SpanCache:
-        """Return the cache, emptied, with room for so many tokens."""
+        """Return the emptied cache, with room for this number of tokens."""
         if self.cache is None or self.cache.capacity < tokens:
             self.forget()  # before the new one is allocated
             # Allocated once for the longest span: growing would hold the old and the new keys at the same time.
@@ -107,23 +112,29 @@ class ChunkedReader:
 
     @property
     def _has_remapping_attention(self) -> bool:
-        """True if the model runs the attention of a remapping method, which itself needs no masks and little memory."""
+        """True if the model was patched to run the attention of a remapping method.
+
+        That attention itself needs no masks and little memory.
+        """
         return bool(self.decoder.config._attn_implementation == ATTENTION_NAME)
 
     def attention(self, reach_seen: Callable[[int | None], None] | None = None) -> AbstractContextManager[None]:
-        """Have the model attend chunk by chunk inside the with block; see `chunked_attention.reading_in_chunks`."""
+        """Make the model compute its attention chunk by chunk inside the with block.
+
+        `reach_seen` is as in `chunked_attention.reading_in_chunks`.
+        """
         return nullcontext() if self._has_remapping_attention else reading_in_chunks(self.model, reach_seen)
 
     def hidden(self, ids: Tensor, cache: SpanCache, start: int = 0) -> Iterator[tuple[int, Tensor]]:
-        """Read tokens onto a cache that holds `start` tokens.
+        """Read tokens in chunks, add their keys and values to a cache, and yield the decoder's output.
 
         Args:
-            ids: (tokens,) int64.
-            cache: the cache.
-            start: the position of the first of them.
+            ids: the tokens, (tokens,) int64.
+            cache: the cache, which holds the `start` tokens before these.
+            start: the position of the first token in `ids`.
 
         Yields:
-            For each chunk its first position, and the decoder's output, (tokens, hidden).
+            For each chunk the position of its first token, and the decoder's output, (tokens, hidden).
         """
         arguments: dict[str, Any] = {cache_parameter(self.decoder): cache}
         for piece in torch.split(ids, self.chunk) if len(ids) else ():
@@ -137,12 +148,17 @@ class ChunkedReader:
             start += len(piece)
 
     def _read(self, ids: Tensor, cache: SpanCache, start: int = 0) -> None:
-        """Read tokens for the sake of the cache alone."""
+        """Read tokens only to add their keys and values to a cache that holds `start` tokens."""
         for _ in self.hidden(ids, cache, start):
             pass
 
     def losses(self, ids: Tensor, first: int) -> Iterator[Tensor]:
-        """Yield, chunk by chunk, the negative log-likelihoods of the tokens from `first` on of a span, (tokens,)."""
+        """Yield the negative log-likelihoods of tokens, chunk by chunk, each a tensor (tokens,).
+
+        Args:
+            ids: the text, (tokens,) int64.
+            first: the position of the first token that is scored.
+        """
         head = self.head_losses
         cache = self.empty_cache(len(ids) - 1)
         for start, hidden in self.hidden(ids[:-1], cache):
@@ -152,19 +168,23 @@ class ChunkedReader:
                 yield head.losses(hidden[begin - start :], ids[begin + 1 : end + 1].to(hidden.device))
 
     def last_logits(self, ids: Tensor, count: int) -> Tensor:
-        """Return the logits after each of the last `count` tokens of a span, (count, vocabulary) float32."""
+        """Return the logits after each of the last `count` tokens of a text, (count, vocabulary) float32.
+
+        `ids`: the text, (tokens,) int64.
+        """
         cache = self.empty_cache(len(ids))
         start = len(ids) - count
         self._read(ids[:start], cache)
         return self.head_losses.logits(torch.cat([hidden for _, hidden in self.hidden(ids[start:], cache, start)]))
 
     def read_prompt(self, ids: Tensor, room: int, *, shared: int = 0, again: bool = False) -> int:
-        """Read the part of a prompt that its answers continue: all but its last token, with which each answer begins.
+        """Read a prompt before its answers are scored: all but its last token, which is read with each answer.
 
         Args:
-            ids: that part, (tokens,) int64.
-            room: tokens that will follow it in the cache.
-            shared: tokens at its beginning that the next prompts have in common; the state after them is kept.
+            ids: the prompt without its last token, (tokens,) int64.
+            room: the number of tokens that will follow it in the cache.
+            shared: the number of tokens at its beginning that the next prompts have in common; the state after them is
+                kept.
             again: take up the state that the previous call kept, instead of reading these tokens.
 
         Returns:
@@ -181,11 +201,11 @@ class ChunkedReader:
         return len(ids) + 1 - known
 
     def answer_logits(self, spans: list[Tensor], known: int) -> Iterator[Tensor]:
-        """Yield the logits of each answer's tokens, (tokens, vocabulary), after `read_prompt`.
+        """Yield the logits that predict the tokens of each answer, (tokens, vocabulary); `read_prompt` comes first.
 
         Args:
-            spans: prompt and answer, (tokens,) int64, of each answer.
-            known: tokens of the prompt.
+            spans: for each answer, the prompt and the answer together, (tokens,) int64.
+            known: the number of tokens in the prompt.
         """
         cache = self.cache
         assert cache is not None  # made by read_prompt
@@ -197,7 +217,10 @@ class ChunkedReader:
             yield self.head_losses.logits(torch.cat(states))
 
     def next_logits(self, ids: Tensor) -> Tensor:
-        """Return the logits after tokens of which all but the last are in the cache, (vocabulary,) float32."""
+        """Return the logits for the token that follows a text, (vocabulary,) float32.
+
+        `ids`: the text, (tokens,) int64; all its tokens but the last are in the cache already.
+        """
         assert self.cache is not None  # made by read_prompt
         [(_, hidden)] = self.hidden(ids[-1:], self.cache, len(ids) - 1)
         return self.head_losses.logits(hidden)[-1]

@@ -118,7 +118,10 @@ def load(
 
 
 def check_name(data: Corpus | None) -> None:
-    """Raise a CorpusError if a string does not name a text; nothing is read, and the Hub is not asked."""
+    """Raise a CorpusError if `data` is a string that does not name a text.
+
+    No text is read, and the Hub is not asked.
+    """
     if isinstance(data, str):
         name = _Name.parse(data)
         if name.source != _STDLIB and not name.source.startswith(_HUB):
@@ -126,7 +129,10 @@ def check_name(data: Corpus | None) -> None:
 
 
 def stdlib_held_out() -> list[Document]:
-    """Return the modules of `HELD_OUT` that this Python installation has; some distributions leave a few out."""
+    """Return the modules of Python's standard library that are listed in `HELD_OUT`, one document each.
+
+    Some distributions of Python leave a few of them out.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = {name: root / f"{name}.py" for name in HELD_OUT}
     # Line ends become \n on every platform, so that everybody measures the same text.
@@ -141,7 +147,7 @@ def stdlib_held_out() -> list[Document]:
 
 @dataclass(frozen=True)
 class _Name:
-    """The name of a corpus, taken apart: `SOURCE?OPTION=VALUE&OPTION=VALUE`."""
+    """The name of a corpus, divided into its parts: `SOURCE?OPTION=VALUE&OPTION=VALUE`."""
 
     source: str  # 'stdlib', 'hf:OWNER/NAME', or a path or pattern
     column: str | None = None
@@ -152,7 +158,10 @@ class _Name:
 
     @classmethod
     def parse(cls, text: str) -> _Name:
-        """Take a name apart. A name of an existing file or folder is that, even with a question mark in it."""
+        """Divide the name of a corpus into its parts.
+
+        If the whole text is the path of a file or folder, a question mark in it is a part of that path.
+        """
         if not text.strip() or "\n" in text or "\0" in text:
             raise CorpusError(f"{short(text)!r} does not name a text; {NAME_HELP}")
         # The question mark of a pattern such as part?.txt is not followed by OPTION=.
@@ -194,7 +203,11 @@ _EXAMPLES = {"column": "text", "join": "100000", "max_documents": "20", "config"
 
 
 def _agreed(data: str, option: str, in_name: T | None, argument: T | None) -> T | None:
-    """Return the value of an option that stands in the name, is an argument, or both; they may not differ."""
+    """Return the value of an option, which may stand in the name of a corpus, be an argument, or both.
+
+    Raises:
+        CorpusError: the two values differ.
+    """
     if in_name is not None and argument is not None and in_name != argument:
         raise CorpusError(f"{data!r} has {option}={in_name!r}, but {option}={argument!r} is given")
     return argument if in_name is None else in_name
@@ -220,7 +233,10 @@ def _is_empty(document: Document | Tokens) -> bool:
 
 
 def _joined(documents: Sequence[Document | Tokens], characters: int, source: str) -> Iterator[Document]:
-    """Yield documents joined in their order, each with at least so many characters if all have them together."""
+    """Yield documents made by joining the given ones in their order.
+
+    Each has at least `characters` characters, if all given documents together have as many.
+    """
     if characters < 1:
         raise CorpusError(f"join must be at least 1 character, got {characters}")
     if any(document.ids is not None for document in documents):

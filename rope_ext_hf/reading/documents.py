@@ -21,12 +21,12 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True)
 class Document:
-    """One text, measured on its own: a span never crosses from one document to the next.
+    """One text, measured on its own: tokens of different documents are never read together.
 
     Attributes:
         name: the name of the document in results and messages.
         text: the text; empty if the document is given as token ids.
-        ids: the token ids of a text that was tokenised before; None if the document is given as text.
+        ids: the token ids, if the text was tokenised before; None if the document is given as text.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Tokens:
 
     Attributes:
         name: the name of the document.
-        ids: (tokens,) int64.
+        ids: the token ids, (tokens,) int64.
         ends: the end of each token in the text, in UTF-8 bytes; empty if there was no tokenizer to tell.
         text: the text; empty if the document was given as token ids.
     """
@@ -56,7 +56,7 @@ class Tokens:
     text: str = field(default="", repr=False)
 
     def bytes_between(self, start: int, stop: int) -> int:
-        """Return the number of UTF-8 bytes of the tokens from start up to stop; 0 if it is unknown."""
+        """Return the number of UTF-8 bytes in the tokens from `start` up to `stop`; 0 if it is not known."""
         if not self.ends:
             return 0
         begin = self.ends[start - 1] if start else 0
@@ -74,14 +74,17 @@ class Documents(list[Document | Tokens]):
 
 
 def corpus_name(corpus: Corpus | None) -> str | None:
-    """Return the name of a text in results: the name or path that it is given by, or "documents"; None for None."""
+    """Return the name that results give a text: the name or path by which it was given, or "documents".
+
+    The result is None for None.
+    """
     if corpus is None:
         return None
     return str(corpus) if isinstance(corpus, (str, Path)) else Documents.source
 
 
 def utf8_bytes(name: str, text: str) -> int:
-    """Return the number of UTF-8 bytes of a document's text.
+    """Return the number of UTF-8 bytes in the text of a document; `name` is for the error message.
 
     Raises:
         CorpusError: the text has half a surrogate pair, which JSON can spell and UTF-8 cannot.

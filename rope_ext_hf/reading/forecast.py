@@ -1,4 +1,4 @@
-"""The forecast of a run: what `--dry-run` prints, by the config and the text alone."""
+"""The forecast of a run, which `--dry-run` prints: an estimate from the config and the text, without weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Forecast:
     """Forecast of a run: its steps, and the time, memory and disk space that it would take.
 
     Attributes:
-        does: what would be done, one clause each.
-        tokens: the tokens that would be read, by all methods together; 0 if a training ends by its time.
+        does: what would be done, one clause for each step.
+        tokens: the number of tokens that would be read, by all methods together; 0 if a training ends by its time.
         seconds: an estimate by the measured speed of the device, or the time that a training is limited to.
         device: the device of the run.
-        memory: the most that the device must hold.
-        gpu: the same on a GPU, which reads spans in larger chunks.
-        disk: bytes that would be written into `folder`, results aside.
+        memory: the most memory that is needed on the device.
+        gpu: the most memory that is needed on a GPU, which reads text in larger chunks.
+        disk: the bytes that would be written into `folder`, results aside.
         folder: the folder of the run.
     """
 
@@ -43,13 +43,13 @@ class Forecast:
 
     @property
     def room(self) -> int:
-        """The bytes that are free on the disk of the folder, which need not exist yet."""
+        """The free bytes on the disk that holds the folder, which need not exist yet."""
         path = Path(self.folder).absolute()
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
         return shutil.disk_usage(existing).free
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the forecast ready for JSON, with sizes in bytes."""
+        """Return the forecast as a dictionary that can be written as JSON, with sizes in bytes."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         sizes = {name: asdict(values[name]) | {"total": values[name].total} for name in ("memory", "gpu")}
         free = {"free_memory": available(self.device), "free_disk": self.room}

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 @dataclass
 class HeadLosses:
-    """The head of a language model, run apart from its decoder.
+    """The head of a language model, run separately from its decoder to compute logits and losses in little memory.
 
     Attributes:
         head: the head, as a module.
         config: the config of the text model.
         dtype: the dtype of the model.
-        head_bytes: the memory for the logits that exist at a time.
-        finish: scale or cap logits as the config says.
+        head_bytes: the memory in bytes for the logits that exist at a time.
+        finish: whether to scale or cap logits as the config says.
     """
 
     head: Any
@@ -56,7 +56,7 @@ class HeadLosses:
 
     @property
     def _is_plain(self) -> bool:
-        """True if the head is a weight and a bias alone, without hooks; a quantised one has other shapes."""
+        """True if the head is only a weight and a bias, without hooks; a quantised head counts as not plain."""
         is_linear = type(self.head) is nn.Linear and not hasattr(self.head, "_hf_hook")  # accelerate's hook
         return is_linear and not self.head._forward_pre_hooks and not self.head._forward_hooks
 
@@ -69,7 +69,7 @@ class HeadLosses:
             yield self._finished(logits)
 
     def _finished(self, logits: Tensor) -> Tensor:
-        """Return logits as float32, scaled or softly capped as the common families do after their head."""
+        """Return logits as float32, scaled or softly capped as common model classes do after the head."""
         logits = logits.float()
         if not self.finish:
             return logits
@@ -85,21 +85,22 @@ class HeadLosses:
 
 
 def power_of_two(most: int) -> int:
-    """Return the largest power of two up to a number, but at least 16 and at most 4096."""
+    """Return the largest power of two that is at most `most`, but at least 16 and at most 4096."""
     return 1 << max(4, min(12, most.bit_length() - 1))
 
 
 def _bytes_per_logit(dtype: torch.dtype) -> int:
-    """Return the memory of one logit in float32, and beside it in the dtype that the head computes it in."""
+    """Return the bytes that one logit takes in float32 and, at the same time, in the dtype that the head runs in."""
     return 4 if dtype == torch.float32 else 4 + torch.finfo(dtype).bits // 8
 
 
 def negative_log_likelihoods_(parts: Iterable[Tensor], targets: Tensor) -> Tensor:
-    """Return negative log-likelihoods from the logits of one part of the vocabulary after the other.
+    """Return the negative log-likelihoods of tokens from logits that come one part of the vocabulary at a time.
 
     Args:
-        parts: (tokens, part of the vocabulary) float32, in the order of the vocabulary; they are modified in place.
-        targets: the tokens, (tokens,) int64.
+        parts: the logits of each part, (tokens, part of the vocabulary) float32, in the order of the vocabulary; they
+            are modified in place.
+        targets: the tokens that the logits predict, (tokens,) int64.
 
     Returns:
         (tokens,) float32, in nats.

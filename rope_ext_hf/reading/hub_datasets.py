@@ -19,7 +19,7 @@ _STREAM_RETRIES = 2
 
 
 def read_hub_dataset(name: str, *, config: str | None, split: str | None, column: str | None) -> Iterator[Document]:
-    """Yield the documents of a data set of the Hub, one per row, as they are downloaded.
+    """Yield the documents in a data set on the Hub, one per row, as they are downloaded.
 
     Args:
         name: OWNER/NAME.
@@ -61,7 +61,7 @@ def read_hub_dataset(name: str, *, config: str | None, split: str | None, column
 
 
 def _default_split(splits: dict[str, Any], name: str) -> Any:
-    """Return the split "test", or the only split of a data set."""
+    """Return the split named "test" of a data set, or its only split; `name` is for the error message."""
     if "test" in splits:
         return splits["test"]
     if len(splits) != 1:

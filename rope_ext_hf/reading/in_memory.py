@@ -1,4 +1,4 @@
-"""Documents from values in memory: texts, token ids, rows, data sets, files as `pathlib.Path`, and documents."""
+"""Documents from Python values: texts, token ids, rows, data sets, files as `pathlib.Path`, and documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rope_ext_hf.reading.text_files import find_files, read_files
 
 
 def documents_in(data: Any, column: str | None) -> Iterator[Document | Tokens]:
-    """Yield the documents of a value in memory; for the values and names see `rope_ext_hf.reading.corpora.load`."""
+    """Yield the documents in a Python value; `rope_ext_hf.reading.corpora.load` lists the values that are allowed."""
     if hasattr(data, "column_names") and not isinstance(data, Mapping):  # a datasets.Dataset, streamed or not
         yield from _documents_of_rows(data, column)
         return
@@ -46,7 +46,7 @@ def _documents_of_paths(paths: Sequence[Path], column: str | None) -> Iterator[D
 
 
 def _items(data: Any) -> Iterable[Any]:
-    """Return the items of a value, each of which is one document; arrays and tensors become lists."""
+    """Return the items of a value, each of which becomes one document; arrays and tensors become lists."""
     if isinstance(data, (Document, Tokens, Path)):
         return [data]
     values = data.tolist() if hasattr(data, "tolist") else data
@@ -58,7 +58,7 @@ def _items(data: Any) -> Iterable[Any]:
 
 
 def _document(item: Any, name: str) -> Document | Tokens:
-    """Return the document of one item: a document, a text, or token ids."""
+    """Return the document for one item of a corpus: a document already, a text, or token ids."""
     if isinstance(item, (Document, Tokens)):
         return item
     if isinstance(item, str):

@@ -1,4 +1,4 @@
-"""The memory of reading spans of text: estimates by the config, before any weights are read, and what is free."""
+"""The memory that reading text takes, estimated from the config before any weights are read, and the free memory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of a measurement or a training, in bytes.
+    """The memory that a measurement or a training takes, in bytes.
 
     Attributes:
         weights: the weights.
-        cache: keys and values of one span, on the device.
+        cache: the keys and values of one span (text read at once) on the device.
         working: activations.
-        offloaded: keys and values of one span, in main memory.
+        offloaded: the keys and values of one span in main memory.
         logits: logits.
         training: gradients and the state of the optimizer.
     """
@@ -43,11 +43,11 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The memory on the device."""
+        """The memory that is needed on the device."""
         return self.weights + self.cache + self.working + self.logits + self.training
 
     def is_ample(self, device: torch.device) -> bool:
-        """Return whether so much more is free, on the device and in main memory, that nobody needs to be told."""
+        """Return whether so much more memory is free, on the device and in main memory, that no estimate is shown."""
         return _AMPLE * self.total <= available(device) and _AMPLE * self.offloaded <= available(_CPU)
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ def available(device: torch.device) -> int:
 
 
 def budgets(device: torch.device) -> tuple[int, int]:
-    """Return the bytes to use for the activations of one chunk of tokens, and for the logits that exist at a time."""
+    """Return the bytes to use for the activations of a chunk of tokens, and the bytes to use for logits."""
     working = _WORKING_BYTES.get(device.type, GPU_WORKING_BYTES)
     is_here = device.type != "cuda" or torch.cuda.is_available()  # a dry run plans for a GPU elsewhere as well
     if is_here:
@@ -82,7 +82,7 @@ def budgets(device: torch.device) -> tuple[int, int]:
 
 
 def widest_activation(config: Any) -> int:
-    """Return how many numbers per token the widest activation of a decoder has."""
+    """Return the largest number of activations per token that any operation of the decoder produces."""
     stated = getattr(config, "intermediate_size", None) or 0
     widths = [stated] if isinstance(stated, int) else list(stated)  # some families state one per layer
     return int(max(*widths, 4 * config.hidden_size))
@@ -96,14 +96,14 @@ def estimate_memory(
     device: torch.device | None = None,
     offload_cache: bool = False,
 ) -> MemoryEstimate:
-    """Estimate the memory of reading spans of text.
+    """Estimate the memory that reading spans of text (stretches read at once) takes.
 
     Args:
         model: a model, which may be on the meta device.
-        longest: the tokens of the longest span.
-        dtype: that of weights and cache; default: the model's.
+        longest: the number of tokens in the longest span.
+        dtype: the dtype of weights and cache; default: the model's.
         device: the device that reads; default: the CPU.
-        offload_cache: keys and values wait in main memory, and those of one layer at a time are on the device.
+        offload_cache: whether keys and values wait in main memory, and those of one layer at a time are on the device.
     """
     width = torch.finfo(dtype or model.dtype).bits // 8
     config: Any = model.config.get_text_config()
@@ -129,11 +129,12 @@ def check_memory(
     spread: bool = False,
     offload_cache: bool = False,
 ) -> MemoryEstimate:
-    """Return the estimated memory of reading spans, if that much is free.
+    """Return the estimated memory for reading spans of text; raise an error if less is free.
 
     Args:
-        model, longest, dtype, device, offload_cache: as of `estimate_memory`.
-        spread: the weights are spread over all GPUs and main memory, so that the free memory is that of all of them.
+        model, longest, dtype, device, offload_cache: as in `estimate_memory`.
+        spread: whether the weights are spread over all GPUs and main memory, so that the free memory is that of all of
+            them.
 
     Raises:
         CheckpointError: there is too little; the message has the figures and what would fit.

@@ -1,4 +1,4 @@
-"""The time of reading spans of text: floating-point operations by the config, and the speed of a device."""
+"""The time that reading text takes: floating-point operations by the config, and the speed of a device."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -
 
     Args:
         model: a model, which may be on the meta device.
-        passes: the tokens of each pass.
-        scored: the tokens of all passes together that go through the head.
+        passes: the number of tokens in each pass.
+        scored: the number of tokens, in all passes together, that go through the head.
     """
     config: Any = model.config.get_text_config()
     routed = getattr(config, "num_experts_per_tok", None) or 1
@@ -48,7 +48,7 @@ def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """Measure the floating-point operations per second to expect on a device: half the speed of a large linear layer.
+    """Return the floating-point operations per second to expect of a device: half the speed of a large linear layer.
 
     The layer grows as long as applying it takes little of `seconds`, because a CPU may multiply float16 a thousand
     times more slowly than float32. Where twice the size, which is eight times as many operations, takes less than four

@@ -21,7 +21,7 @@ from rope_ext_hf.errors import MethodError, entry
 
 
 class Span(NamedTuple):
-    """Tokens that are read in one pass, and the part of them that is scored.
+    """A stretch of tokens in a document that is read in one pass, and the part of it that is scored.
 
     Attributes:
         length: the context length that the score counts for.
@@ -43,8 +43,8 @@ class ProtocolOptions:
     """Options of the protocols, in tokens.
 
     Attributes:
-        targets: tokens that are scored per span.
-        stride: tokens between the starts of spans.
+        targets: the number of tokens that are scored per span, a stretch of text read at once.
+        stride: the number of tokens between the starts of spans.
         prefix: the number of tokens that position -1 stands for, for which a protocol with a prefix before the document
             may have to make room.
     """
@@ -64,18 +64,19 @@ class Protocol:
 
     Attributes:
         name: the name in Python and on the command line.
-        spans: (tokens of a document, ascending lengths, options) -> spans.
+        spans: the function that cuts a document: (tokens of the document, ascending lengths, options) -> spans.
         description: one line for help texts and tables.
         prefix: the place of the prefix, the tokens before a text, which are most often BOS. "span": first in every
             span; a document is cut as if it began with them, and a span from its middle has them in place of its first
             tokens. "document": once, before the first token.
-        default_prefix: the prefix by default. "added": the tokens that the tokenizer puts before every text; "bos":
-            the same, or BOS if there are none and the tokenizer has BOS; "bos or eos": the same, or EOS if there is no
-            BOS either; "none": no tokens.
-        uses_targets: it uses `options.targets`.
-        uses_stride: it uses `options.stride`.
-        same_targets: the scored tokens are the same at every length.
-        one_pass: all lengths are read in one pass over the longest, so that no input of a shorter length is measured.
+        default_prefix: the prefix by default. "added": the tokens that the tokenizer puts before every text; "bos": the
+            same, or BOS if there are none and the tokenizer has BOS; "bos or eos": the same, or EOS if there is no BOS
+            either; "none": no tokens.
+        uses_targets: whether it uses `options.targets`.
+        uses_stride: whether it uses `options.stride`.
+        same_targets: whether the scored tokens are the same at every length.
+        one_pass: whether all lengths are read in one pass over the longest, so that no input of a shorter length is
+            measured.
     """
 
     name: str
@@ -117,7 +118,7 @@ def register_protocol(name: str, **attributes: Any) -> Callable[[_Spans], _Spans
 
 
 def resolve_protocol(name: str) -> Protocol:
-    """Return the protocol of this name; raise a MethodError if there is none."""
+    """Return the evaluation protocol with this name; raise a MethodError if there is none."""
     return entry("protocol", name, PROTOCOLS)
 
 

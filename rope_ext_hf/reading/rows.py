@@ -1,4 +1,4 @@
-"""Rows with columns, as JSON lines, parquet files and data sets have them, and the column that holds the text."""
+"""Rows with columns, as in JSON lines, parquet files and data sets, and the choice of the column with the text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rope_ext_hf.reading.documents import token_ids
 def read_rows(
     rows: Iterable[tuple[int, object]], where: str, column: str | None
 ) -> Iterator[tuple[str, str | array[int]]]:
-    """Yield the content of every row: its place within the file, as ":7", and its text or token ids.
+    """Yield for every row its place within the file, such as ":7", and its text or token ids.
 
     Args:
-        rows: number and row, in order.
+        rows: the number of each row and the row itself, in order.
         where: the name of the file or data set, for messages.
-        column: the column of the text. None: the first row decides, see `choose_column`.
+        column: the name of the column that holds the text. None: the first row decides, see `choose_column`.
 
     Raises:
         CorpusError: a row is not a mapping, lacks the column, or has something else than text or token ids in it.

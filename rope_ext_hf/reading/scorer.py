@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 
 class Cost(NamedTuple):
-    """The cost of a measurement: tokens that went through the model, seconds, and peak GPU memory in bytes."""
+    """The cost of a measurement: tokens that the model read, seconds, and peak GPU memory in bytes."""
 
     tokens: int = 0
     seconds: float = 0.0
     peak: int = 0
 
     def plus(self, other: Cost) -> Cost:
-        """Return the cost of both, one after the other."""
+        """Return the cost of two measurements, one after the other."""
         return Cost(self.tokens + other.tokens, self.seconds + other.seconds, max(self.peak, other.peak))
 
 
 def check_numbers(values: Tensor, tokens: int) -> None:
-    """Check that the numbers by which answers are ranked or decoded are not NaN.
+    """Raise an error if there is a NaN among the numbers by which answers are ranked or decoded.
 
     Args:
         values: logits or log-probabilities, of any shape.
@@ -65,15 +65,16 @@ def check_numbers(values: Tensor, tokens: int) -> None:
 
 
 class TokenScorer:
-    """Losses, logits and greedy answers of a causal language model.
+    """Computes losses, logits and greedy answers of a causal language model for texts of any length.
 
     Args:
         model: patched or not, in any dtype, on any device. Patching and unpatching it later is fine.
-        chunk: tokens that the decoder reads at a time; default: by the free memory, see `memory.budgets`.
+        chunk: the number of tokens that the decoder reads at a time; default: by the free memory, see `memory.budgets`.
         head_bytes: memory for logits, in bytes; default: likewise.
-        offload_cache: keys and values wait in main memory, and those of one layer at a time are on the device.
-        longest: tokens of the longest span to come, for which the cache is allocated at once. A cache that grows from
-            span to span would pin memory anew each time, and pinned memory is not given back.
+        offload_cache: whether keys and values wait in main memory, and those of one layer at a time are on the device.
+        longest: the number of tokens in the longest span (text read at once) to come, for which the cache is allocated
+            at once. A cache that grows from span to span would pin memory anew each time, and pinned memory is not
+            given back.
 
     Raises:
         CheckpointError: a model whose weights are in a pairing that its class does not run.
@@ -120,7 +121,7 @@ class TokenScorer:
 
     @property
     def _device(self) -> torch.device:
-        """The device of the token embeddings."""
+        """The device of the token embeddings, where token ids have to be."""
         embeddings: Any = self.model.get_input_embeddings()
         device: torch.device = next(embeddings.parameters()).device
         return device
@@ -129,7 +130,7 @@ class TokenScorer:
 
     @property
     def chunk(self) -> int:
-        """The tokens that the decoder reads at a time; fewer than at first after it ran out of memory."""
+        """The number of tokens that the decoder reads at a time; it falls when the device runs out of memory."""
         return self.reader.chunk
 
     @chunk.setter
@@ -138,7 +139,7 @@ class TokenScorer:
 
     @property
     def head_bytes(self) -> int:
-        """The memory for logits, in bytes; less than at first after the model ran out of memory."""
+        """The memory for logits, in bytes; it falls when the device runs out of memory."""
         return self.reader.head_bytes
 
     @head_bytes.setter
@@ -146,7 +147,7 @@ class TokenScorer:
         self.reader.head_bytes = size
 
     def store_through(self, stored: Callable[[Tensor], Tensor] | None) -> None:
-        """From now on put keys and values through a function before they are cached; None: cache them as they are.
+        """Pass keys and values through a function before they are cached, from now on; None: cache them as they are.
 
         The function takes and returns (rows, kv_heads, tokens, head_dim), and may round them for example. The cache is
         allocated anew, so that the model may have another dtype from now on too.
@@ -156,17 +157,20 @@ class TokenScorer:
 
     @property
     def chunked(self) -> bool:
-        """True if the model, as it is patched now, is read in chunks."""
+        """True if the model, with the method it is patched with now, is read in chunks of tokens."""
         return self._why_whole() is None
 
     @property
     def reading(self) -> str:
-        """The way the model is read, as it is patched now: "in chunks of 512 tokens", or "whole: " and the reason."""
+        """The way in which the model is read now: "in chunks of 512 tokens", or "whole: " and the reason."""
         because = self._why_whole()
         return f"in chunks of {self.chunk:,} tokens" if because is None else f"whole: {because}"
 
     def _why_whole(self) -> str | None:
-        """Return why the model, as it is patched now, is read whole; None if it is read in chunks."""
+        """Return why texts are read whole by the model as it is patched now.
+
+        None: they are read in chunks.
+        """
         if self.whole_because is None and self._follows_the_input and not patched_slots(self.model):
             return "its own scaling follows the length of each forward; patched with it, it is read in chunks"
         return self.whole_because
@@ -175,12 +179,12 @@ class TokenScorer:
 
     @torch.inference_mode()
     def losses(self, ids: Tensor, first: int, *, length: int | None = None) -> Tensor:
-        """Return the negative log-likelihoods of the tokens of a span from `first` on, given all tokens before each.
+        """Return the negative log-likelihood of each token of a text from `first` on, given all tokens before it.
 
         Args:
-            ids: the span, (tokens,) int64.
+            ids: the text, (tokens,) int64.
             first: the position of the first scored token, at least 1.
-            length: the length at which length-dependent methods are held; default: that of the span.
+            length: the length at which length-dependent methods are held; default: the length of the text.
 
         Returns:
             (tokens - first,) float32 on the CPU, in nats.
@@ -195,19 +199,19 @@ class TokenScorer:
     def candidates(
         self, prompt: Tensor, answers: Tensor, *, length: int | None = None, shared: int = 0, again: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return the losses of several answers to one prompt, and the likeliest token in place of each of theirs.
+        """Return the losses of several answers to one prompt, and the likeliest token at each position of the answers.
 
         The prompt is read once, and every answer is read from its cache. A model that cannot be read in chunks reads
         prompt and answer whole for every answer.
 
         Args:
-            prompt: (prompt tokens,) int64.
-            answers: (answers, tokens) int64.
-            length: the length at which length-dependent methods are held; default: that of prompt and answer.
-            shared: the number of tokens at the beginning that the next prompts have in common; the state of the cache
-                after them is kept.
+            prompt: the token ids of the prompt, (prompt tokens,) int64.
+            answers: the token ids of the answers, (answers, tokens) int64.
+            length: the length at which length-dependent methods are held; default: the length of prompt and answer.
+            shared: the number of tokens at the beginning of the prompt that the next prompts have in common; the state
+                of the cache after them is kept.
             again: take up the state that the previous call kept instead of reading these tokens. Model, length and
-                `shared` must be those of the previous call.
+                `shared` must be the same as in the previous call.
 
         Returns:
             Negative log-likelihoods in nats, float32, and token ids, int64; both (answers, tokens) on the CPU.
@@ -237,12 +241,12 @@ class TokenScorer:
         reads everything whole for every token. Length-dependent methods are held at the length of prompt and answer.
 
         Args:
-            prompt: (prompt tokens,) int64.
-            count: the number of tokens to generate at most.
+            prompt: the token ids of the prompt, (prompt tokens,) int64.
+            count: the largest number of tokens to generate.
             stop: token ids that end the answer, and are not part of it.
 
         Returns:
-            (at most count,) int64 on the CPU.
+            The generated token ids, (at most count,) int64 on the CPU.
         """
         ids = prompt.to(self._device)
 
@@ -260,9 +264,9 @@ class TokenScorer:
 
     @torch.inference_mode()
     def last_logits(self, ids: Tensor, count: int) -> Tensor:
-        """Return the logits after each of the last `count` tokens of a span, (count, vocabulary) float32.
+        """Return the logits after each of the last `count` tokens of a text, (count, vocabulary) float32.
 
-        Length-dependent methods are held at the length of the span, (tokens,) int64.
+        `ids`: the text, (tokens,) int64. Length-dependent methods are held at the length of the text.
         """
         ids = ids.to(self._device)
         with self._timed(len(ids)), _held_length(self.model, len(ids)):
@@ -271,19 +275,22 @@ class TokenScorer:
             return self._whole_logits(ids, count, after=True)
 
     def _whole_logits(self, ids: Tensor, count: int, *, after: bool = False) -> Tensor:
-        """Return the logits of `whole_reader.whole_logits`."""
+        """Return logits at the end of a text that is read in one forward; the arguments are as in `whole_logits`."""
         return whole_logits(self.model, self.reader.decoder, ids, count, after=after, stored=self.reader.stored)
 
     # --- cost
 
     def take_cost(self) -> Cost:
-        """Return the cost since the last call of this method."""
+        """Return the cost of everything since the last call of this method."""
         cost, self._cost = self._cost, Cost()
         return cost
 
     @contextmanager
     def _timed(self, tokens: int) -> Iterator[None]:
-        """Add the cost of what runs inside, which ends with results on the CPU, so that the device has finished."""
+        """Add the cost of the with block to the cost so far.
+
+        The block must end with results on the CPU, so that the device has finished. `tokens`: the tokens that it reads.
+        """
         for gpu in self._gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
         started = time.perf_counter()
@@ -301,7 +308,10 @@ def _decoder(model: PreTrainedModel, slot: Slot) -> Any:
 
 
 def _greedy(next_logits: Callable[[Tensor], Tensor], ids: Tensor, count: int, stop: Container[int]) -> list[int]:
-    """Return the tokens of a greedy continuation; `next_logits` returns the logits after some tokens, (vocabulary,)."""
+    """Return the tokens with which greedy decoding continues `ids`.
+
+    `next_logits` returns the logits for the token after given tokens, (vocabulary,).
+    """
     generated: list[int] = []
     for _ in range(count):
         logits = next_logits(ids)
@@ -316,7 +326,7 @@ def _greedy(next_logits: Callable[[Tensor], Tensor], ids: Tensor, count: int, st
 
 
 def _scores(logits_of_answers: Iterable[Tensor], answers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return losses and likeliest tokens, (answers, tokens) on the CPU.
+    """Return the losses of answers, and the likeliest token at each position; both (answers, tokens) on the CPU.
 
     The logits, (tokens, vocabulary), come one answer at a time, so that only those of one answer are in memory.
     """
@@ -328,5 +338,5 @@ def _scores(logits_of_answers: Iterable[Tensor], answers: Tensor) -> tuple[Tenso
 
 
 def _held_length(model: PreTrainedModel, length: int) -> AbstractContextManager[Any]:
-    """Hold the length-dependent methods of a patched model at a length inside the with block."""
+    """Hold the length-dependent methods of a patched model at this length inside the with block."""
     return fixed_length(model, length) if patched_slots(model) else nullcontext()

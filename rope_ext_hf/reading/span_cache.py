@@ -1,4 +1,4 @@
-"""The cache that spans are read onto: transformers' own, with keys and values in memory that is allocated once."""
+"""The key-value cache for reading spans of text: transformers' own, with memory that is allocated once."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _Preallocated:
 
     Attributes:
         keys, values: (rows, kv_heads, capacity, head_dim); None before the first update.
-        capacity: tokens that they have room for.
-        offload: they are in main memory, and `update` returns copies on the device.
-        filled: tokens that they hold.
+        capacity: the number of tokens that they have room for.
+        offload: whether they are in main memory; `update` then returns copies on the device.
+        filled: the number of tokens that they hold.
     """
 
     keys: Tensor | None
@@ -40,7 +40,10 @@ class _Preallocated:
     filled: int
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add keys and values, (rows, kv_heads, tokens, head_dim), and return those of all tokens."""
+        """Add the keys and values of new tokens, and return those of all tokens.
+
+        Each tensor is (rows, kv_heads, tokens, head_dim).
+        """
         if self.keys is None or self.values is None:
             self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
         stop = self.filled + key_states.shape[-2]
@@ -56,7 +59,7 @@ class _Preallocated:
         return keys, values
 
     def _allocate(self, states: Tensor) -> Tensor:
-        """Return memory for the states of `capacity` tokens like these."""
+        """Return empty memory for `capacity` tokens, with the other sizes and the dtype of these keys or values."""
         rows, heads, _, dim = states.shape
         if not self.offload:
             return states.new_empty(rows, heads, self.capacity, dim)
@@ -72,12 +75,15 @@ class _Preallocated:
         return self.filled
 
     def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
-        """Return the number of keys after the next update, and of the tokens that were dropped before them."""
+        """Return the number of keys after the next update, and the number of tokens that were dropped before them."""
         return self.filled + _count_queries(queries), 0
 
 
 def _count_queries(queries: int | Tensor) -> int:
-    """Return the number of queries of a mask: transformers gives the number, or in 5.0 the position of each."""
+    """Return the number of queries for a mask.
+
+    transformers gives that number itself, or in version 5.0 the position of each query.
+    """
     return len(queries) if isinstance(queries, Tensor) else queries
 
 
@@ -94,7 +100,10 @@ class StoringCache(DynamicCache):  # type: ignore[misc]
     updated = 0  # the index of the layer that keys were added to last
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Add keys and values, (rows, kv_heads, tokens, head_dim), to a layer, and return those of all its tokens."""
+        """Add the keys and values of new tokens to a layer, and return those of all its tokens.
+
+        Each tensor is (rows, kv_heads, tokens, head_dim).
+        """
         self.updated = layer_idx
         if self.stored is not None:
             key_states, value_states = self.stored(key_states), self.stored(value_states)
@@ -102,7 +111,10 @@ class StoringCache(DynamicCache):  # type: ignore[misc]
 
 
 def _span_layer(capacity: int, offload: bool, stock: Any = None) -> Any:
-    """Return a preallocated layer in place of one of transformers', by default of one that keeps all tokens."""
+    """Return a layer with preallocated keys and values that replaces a layer of transformers' caches.
+
+    `stock`: the layer to replace; default: one that keeps all tokens.
+    """
     stock = DynamicLayer() if stock is None else stock
     kind = type(stock)
     if kind.__module__ != cache_utils.__name__ or kind.__name__ not in (_FULL, _SLIDING, *_HYBRID, *_STATE):
@@ -118,18 +130,18 @@ def _span_layer(capacity: int, offload: bool, stock: Any = None) -> Any:
 
 
 class SpanCache(StoringCache):
-    """A cache for spans of up to `capacity` tokens, used again from span to span.
+    """A key-value cache for texts of up to `capacity` tokens, which is emptied and used again for each text.
 
     Args:
         config: the config of the decoder.
-        capacity: tokens that it has room for.
-        offload: keys and values wait in main memory, and those of one layer at a time are on its device.
-        windows: the sliding window of each layer, by its index, that keeps the keys of its window alone. All other
-            layers keep the keys of all tokens, whatever the config says of them, see `safe_windows`.
+        capacity: the number of tokens that it has room for.
+        offload: whether keys and values wait in main memory, and those of one layer at a time are on its device.
+        windows: the sliding windows of layers that keep only the keys in their window, by the index of the layer. All
+            other layers keep the keys of all tokens, whatever the config says of them, see `safe_windows`.
 
     Attributes:
-        stated: the sliding window of each layer, by its index, that the config states one for.
-        seen: the keys that queries were seen to reach back to in each layer, by its index; None stands for all.
+        stated: the sliding windows that the config states, by the index of the layer.
+        seen: for each layer, by its index, how many keys back its queries were seen to attend; None stands for all.
         empty: the state of the empty cache, for `restore`.
     """
 
@@ -156,20 +168,28 @@ class SpanCache(StoringCache):
         self.empty = self.state()
 
     def see(self, reach: int | None) -> None:
-        """Note that queries of the layer that was updated last see so many keys back; None: all."""
+        """Note how many keys back the queries of the layer that was updated last attend.
+
+        None: they attend to all keys.
+        """
         self.seen.setdefault(self.updated, set()).add(reach)
 
     def safe_windows(self) -> dict[int, int]:
-        """Return the windows of layers that the config states, if attention was seen to have exactly these; else none.
+        """Return the sliding windows by which keys may be dropped, by the index of the layer.
 
-        Some classes state a window in their config and attend to everything, and transformers makes one mask for all
-        layers with a window, so that all keep it or none does.
+        They are the windows that the config states, if attention was seen to use exactly these, else none: some classes
+        state a window in their config and attend to everything. transformers makes one mask for all layers with a
+        window, so that all of them keep it or none does.
         """
         narrow = {index: reaches for index, reaches in self.seen.items() if reaches != {None}}
         return self.stated if narrow == {index: {window} for index, window in self.stated.items()} else {}
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the state for `restore`: how many keys and values are filled, and copies of all other states."""
+        """Return the state of the cache, which `restore` takes.
+
+        It says how many keys and values are filled, and has copies of all other states, such as those of recurrent
+        layers.
+        """
         states = []
         for layer in self.layers:
             kept = (_CONSTANT, "keys", "values") if isinstance(layer, _Preallocated) else (_CONSTANT,)
@@ -178,7 +198,10 @@ class SpanCache(StoringCache):
         return states
 
     def restore(self, state: list[dict[str, Any]]) -> None:
-        """Go back to a state of this cache; keys and values before it must not have been written over since."""
+        """Go back to an earlier state of this cache, which `state` returned.
+
+        Keys and values that were cached at that time must not have been overwritten since.
+        """
         del self.layers[len(state) :]
         for layer, saved in zip(self.layers, state, strict=True):
             # copied, because transformers updates states in place

@@ -1,4 +1,4 @@
-"""Plan an evaluation: documents as token ids, cut into spans by a protocol, before any weights are read."""
+"""Plan an evaluation before any weights are read: cut tokenised documents into spans, the stretches read at once."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings by which the text of a result was read.
+    """The settings with which text was read for a result.
 
     Attributes:
         protocol: the name of the protocol, see `rope_ext_hf.reading.protocols`.
         targets, stride: see `ProtocolOptions`.
-        bos: a prefix was read.
-        left_out: documents that were too short.
-        keys: the model that found the key tokens and its settings; "" if key tokens were not measured.
+        bos: whether a prefix, such as BOS, was read.
+        left_out: the number of documents that were too short.
+        keys: the model that chose the key tokens (those whose prediction needs long context, LongPPL), and its
+            settings; "" if key tokens were not measured.
     """
 
     protocol: str
@@ -57,7 +58,10 @@ def tokenize(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokeni
 
 
 def text_of(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the texts of documents with an empty line between them; token ids are decoded."""
+    """Return the texts of documents as one text, with an empty line between them.
+
+    Documents that are given as token ids are decoded.
+    """
     texts = []
     for document in documents:
         if document.text or document.ids is None:
@@ -75,8 +79,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def encode_answer(tokenizer: PreTrainedTokenizerBase, question: str, answer: str) -> tuple[list[int], list[int]]:
     """Return the token ids of a question and of the answer that follows it.
 
-    Both are tokenised together. The question ends before the first token that it would not have alone, because a
-    tokenizer may join its end to the beginning of the answer.
+    The question is the text before the answer. Both are tokenised together. The question ends before the first token
+    that it would not have alone, because a tokenizer may join its end to the beginning of the answer.
     """
     alone, both = encode(tokenizer, question), encode(tokenizer, question + answer)
     shared = 0
@@ -108,7 +112,7 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
 
 
 def _shares(total: int, count: int) -> tuple[int, ...]:
-    """Return the end of each of `count` parts of equal size."""
+    """Divide `total` into `count` parts of equal size, and return the end of each part."""
     if total == count:  # quick, because a text has millions of bytes
         return tuple(range(1, total + 1))
     return tuple(round(total * (i + 1) / count) for i in range(count))
@@ -116,14 +120,14 @@ def _shares(total: int, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """The spans that a perplexity evaluation reads, the same for every method; pure data.
+    """The spans (stretches of tokens) that a perplexity evaluation reads, the same for every method; pure data.
 
     Attributes:
         protocol: the protocol that cut them.
         lengths: context lengths, ascending.
         options: the options of the protocol.
         prefix: token ids that stand first in each span, or before each document, see `Protocol`.
-        documents: each document with anything to read, and its spans in reading order.
+        documents: each document that has any spans, and its spans in reading order.
         left_out: the number of documents that are too short for the lengths.
     """
 
@@ -136,7 +140,7 @@ class EvalPlan:
 
     @property
     def passes(self) -> list[int]:
-        """The tokens of each pass. Spans that share a pass follow each other."""
+        """The number of tokens in each pass. Spans that share a pass follow each other."""
         of_pass = attrgetter("context", "start", "stop")
         passes = []
         for _, spans in self.documents:
@@ -144,7 +148,10 @@ class EvalPlan:
         return passes
 
     def input_ids(self, document: Tokens, start: int, stop: int) -> tuple[Tensor, int]:
-        """Return the token ids of one pass, (tokens,) int64, and the position in the document of the first of them."""
+        """Return the token ids for one pass, (tokens,) int64, and the position of the first of them in the document.
+
+        `start`, `stop`: the first token of the document in the pass, and the one after the last.
+        """
         has_prefix = start < 0 or self.protocol.prefix == "span"
         return with_prefix(document.ids, start, stop, self.prefix if has_prefix else ()), start
 
@@ -160,7 +167,7 @@ def make_plan(
     bos: bool | None = None,
     max_spans: int | None = None,
 ) -> EvalPlan:
-    """Cut tokenised documents into spans.
+    """Cut tokenised documents into spans, the stretches of tokens that are read at once.
 
     Args:
         documents: the documents.
@@ -169,7 +176,7 @@ def make_plan(
         targets, stride: see `ProtocolOptions`; `targets` is half the shortest length by default.
         tokenizer: the tokenizer that gives the prefix.
         bos: see `prefix_tokens`.
-        max_spans: spans per length at most, taken evenly over the text; None: all.
+        max_spans: the most spans per length, taken evenly over the text; None: all.
 
     Raises:
         CorpusError: no document is long enough for one of the lengths.
@@ -207,7 +214,10 @@ def make_plan(
 def _spans(
     document: Tokens, protocol: Protocol, lengths: Sequence[int], options: ProtocolOptions, prefix: int
 ) -> list[Span]:
-    """Return the spans of one document that score any token, given the number of tokens in the prefix."""
+    """Return those spans of one document in which any token is scored.
+
+    `prefix`: the number of tokens in the prefix.
+    """
     before = prefix if protocol.prefix == "span" else 0  # the document is cut as if it began with these tokens
     kept = []
     for span in protocol.spans(before + len(document.ids), lengths, options):
@@ -226,7 +236,10 @@ def _spans(
 def _subsample(
     cut: Sequence[tuple[Tokens, list[Span]]], lengths: Sequence[int], most: int
 ) -> list[tuple[Tokens, list[Span]]]:
-    """Take at most `most` spans per length, evenly over the text; under `matched` the same ones at each length."""
+    """Return at most `most` spans per length, chosen evenly over the text.
+
+    Under the protocol `matched`, the same ones are chosen at each length.
+    """
     kept: list[tuple[Tokens, list[Span]]] = [(document, []) for document, _ in cut]
     for length in lengths:
         flat = [(i, span) for i, (_, spans) in enumerate(cut) for span in spans if span.length == length]
@@ -269,9 +282,9 @@ def prefix_tokens(
 
 
 def with_prefix(ids: Tensor, start: int, stop: int, prefix: tuple[int, ...]) -> Tensor:
-    """Return the tokens from start to stop of a document, (tokens,), with the prefix in place of the first of them.
+    """Return the tokens from `start` to `stop` of a document, with the prefix in place of the first of them.
 
-    If start is negative, the prefix stands before the document.
+    If `start` is negative, the prefix stands before the document instead. The result is (tokens,).
     """
     return torch.cat([ids.new_tensor(prefix), ids[max(start + len(prefix), 0) : stop]])
 
@@ -312,14 +325,20 @@ def prepare(
 
 
 def check_prompts(model: PreTrainedModel, prompts: Iterable[Tensor], longest: int) -> None:
-    """Check token ids against the vocabulary, and warn if a sliding window is shorter than the longest input."""
+    """Check the token ids of prompts against the vocabulary.
+
+    Warn if some layers have a sliding window that is shorter than the longest input, `longest` tokens.
+    """
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in prompts])
     if (warning := sliding_window_warning(model, longest)) is not None:
         warn_caller(warning)
 
 
 def sliding_window_warning(model: PreTrainedModel, longest: int) -> str | None:
-    """Return a warning if spans of `longest` tokens are longer than the sliding window of some layers, else None."""
+    """Return a warning if inputs of `longest` tokens are longer than the sliding window of some layers.
+
+    None: they are not.
+    """
     config = model.config.get_text_config()
     attention = AttentionLayers(config)
     if not attention.sliding or attention.window is None or attention.window >= longest:
@@ -331,7 +350,7 @@ def sliding_window_warning(model: PreTrainedModel, longest: int) -> str | None:
 
 
 def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> None:
-    """Raise a CorpusError if a document has a token that the model has no embedding for."""
+    """Raise a CorpusError if a document has a token id for which the model has no embedding."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     for document in documents:
         ids = document.ids
@@ -346,7 +365,10 @@ def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> Non
 
 
 def own_tokenizer(model: PreTrainedModel, *, needed: bool) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer beside the model's weights; None if the model has no folder and needs no tokenizer."""
+    """Return the tokenizer that is stored beside the model's weights.
+
+    None: the model has no folder, and no tokenizer is `needed`.
+    """
     if model.name_or_path:
         return load_tokenizer(model.name_or_path)
     if needed:

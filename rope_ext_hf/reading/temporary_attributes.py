@@ -1,4 +1,4 @@
-"""Attributes of another package's module or object, set for a while."""
+"""Set attributes of another package's module or object for a while, and set them back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def set_to(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of a module or an object inside the with block, and set them back at its end."""
+    """Set attributes of a module or an object inside the with block, and give them back their old values after it."""
     before = {name: getattr(owner, name) for name in values}
     try:
         vars(owner).update(values)

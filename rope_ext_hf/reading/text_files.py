@@ -42,7 +42,7 @@ _Content = str | Sequence[int]
 
 
 def find_files(source: str) -> tuple[Path, list[Path]]:
-    """Return the folder that document names are relative to, and the sorted files that a path or pattern names.
+    """Return the files of text that a path or pattern names, sorted, after the folder that their names are relative to.
 
     Raises:
         CorpusError: there is no such file, or the folder has no files of text.
@@ -64,7 +64,10 @@ def find_files(source: str) -> tuple[Path, list[Path]]:
 
 
 def _is_text_of(folder: Path, file: Path) -> bool:
-    """Return whether a file is part of a folder's text: not hidden, of a known suffix, and no link that leads out."""
+    """Return whether a file counts as text in a folder.
+
+    It must not be hidden, must have a known suffix, and must not be a link that leads out of the folder.
+    """
     is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
     if is_hidden or not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
         return False
@@ -72,7 +75,10 @@ def _is_text_of(folder: Path, file: Path) -> bool:
 
 
 def _suffix(file: Path) -> str:
-    """Return the suffix of a file's content, in lower case and without compression: ".jsonl" for a.jsonl.gz."""
+    """Return the suffix that tells the kind of content, in lower case and without a suffix for compression.
+
+    It is ".jsonl" for a.jsonl.gz.
+    """
     inner = file.stem if file.suffix.lower() in _OPENERS else file.name
     return Path(inner).suffix.lower()
 
@@ -81,10 +87,11 @@ def read_files(source: str, root: Path, files: Sequence[Path], column: str | Non
     """Yield the documents in files, named by their path below `root`.
 
     Args:
-        source: the name that the files were found by, for messages.
+        source: the name by which the user gave the files, for messages.
         root: the folder that names are relative to.
         files: the files, in order.
-        column: the column of the text in tables; None: see `rope_ext_hf.reading.rows.choose_column`.
+        column: the name of the column that holds the text, in tables; None: see
+            `rope_ext_hf.reading.rows.choose_column`.
 
     Raises:
         CorpusError: a column is named, and all files are plain text; or a file cannot be read.
@@ -96,7 +103,10 @@ def read_files(source: str, root: Path, files: Sequence[Path], column: str | Non
 
 
 def _read_file(file: Path, name: str, column: str | None) -> Iterator[Document]:
-    """Yield the documents in a file, called `name`, followed by ":" and the line or row in a table."""
+    """Yield the documents in a file.
+
+    They are called `name`; in a table, `name` is followed by ":" and the line or row.
+    """
     reader = _TABLE_READERS.get(_suffix(file), _read_prose)
     last = ""
     try:
@@ -112,13 +122,13 @@ def _read_file(file: Path, name: str, column: str | None) -> Iterator[Document]:
 
 
 def read_beginning(file: Path, characters: int) -> str:
-    """Return the first characters of a file of text."""
+    """Return the first `characters` characters of a text file."""
     with file.open(**_TEXT_MODE) as stream:
         return str(stream.read(characters))
 
 
 def reason(error: Exception) -> str:
-    """Return in one line why a file or a stream could not be read."""
+    """Return one line that says why a file or a stream could not be read."""
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 text: {error.reason} at byte {error.start}"
     if isinstance(error, json.JSONDecodeError):
@@ -147,7 +157,10 @@ def optional_package(module: str, purpose: str) -> Any:
 
 @contextmanager
 def _open(file: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading its bytes, decompressed up to a bound."""
+    """Open a file for reading its bytes, decompressed if it is compressed.
+
+    There is a bound on how many bytes are decompressed.
+    """
     opener = _OPENERS.get(file.suffix.lower())
     if opener is None:
         with file.open("rb") as plain:
@@ -201,7 +214,7 @@ def _read_json_lines(stream: BinaryIO, where: str, column: str | None) -> Iterat
 
 
 def _parse_lines(stream: BinaryIO, where: str) -> Iterator[tuple[int, object]]:
-    """Yield the number and the parsed value of every line that is not blank."""
+    """Yield for each line that is not blank its number and its parsed JSON value."""
     for number, line in enumerate(stream, 1):
         if not line.strip():
             continue

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 
 def byte_ends(text: str, tokens: Sequence[str], offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the end of each token in a text, in UTF-8 bytes; a token begins where the previous one ends.
+    """Return the position in a text, in UTF-8 bytes, where each token ends; the next token begins there.
 
     Args:
         text: the text.
@@ -43,7 +43,7 @@ def byte_ends(text: str, tokens: Sequence[str], offsets: Sequence[tuple[int, int
 
 
 def _overlapping(offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the first token, and the one after the last, of runs in which each begins before the previous ones end."""
+    """Yield the runs of tokens that overlap: the index of the first token, and the one after the last."""
     first, reach = 0, 0
     for i, (start, stop) in enumerate(offsets):
         if start >= reach:
@@ -56,7 +56,10 @@ def _overlapping(offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]
 
 
 def _spelled_ends(piece: bytes, tokens: Sequence[str]) -> list[int] | None:
-    """Return the end of each token in a piece of text by the tokens' own bytes; None if those do not spell it."""
+    """Return the position in a piece of text, in bytes, where each token ends, counted by the tokens' own bytes.
+
+    None: these bytes do not spell the piece.
+    """
     for parts in (_byte_level(tokens), _byte_fallback(tokens)):
         if parts is None:
             continue
@@ -70,7 +73,10 @@ def _spelled_ends(piece: bytes, tokens: Sequence[str]) -> list[int] | None:
 
 
 def _byte_level(tokens: Sequence[str]) -> list[bytes] | None:
-    """Return the bytes of tokens of byte-level BPE, which writes every byte as one character; None for other tokens."""
+    """Return the bytes of each token, if the tokens are from byte-level BPE, which writes every byte as a character.
+
+    None: they are not.
+    """
     bytes_of = _alphabet()
     try:
         known = {token: token.translate(bytes_of).encode("latin-1") for token in set(tokens)}
@@ -81,14 +87,14 @@ def _byte_level(tokens: Sequence[str]) -> list[bytes] | None:
 
 @cache
 def _alphabet() -> dict[int, int]:
-    """Return the bytes of byte-level BPE by the code points of the characters that stand for them."""
+    """Return the byte that each character stands for in byte-level BPE, by the code point of the character."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {ord(character): byte for byte, character in bytes_to_unicode().items()}
 
 
 def _byte_fallback(tokens: Sequence[str]) -> list[bytes]:
-    """Return the bytes of tokens of SentencePiece, which writes a single byte as <0xE9> and a space as ▁."""
+    """Return the bytes of each token from SentencePiece, which writes a single byte as <0xE9> and a space as ▁."""
     known = {}
     for token in set(tokens):
         single_byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
@@ -97,11 +103,11 @@ def _byte_fallback(tokens: Sequence[str]) -> list[bytes]:
 
 
 def _divided(before: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the end of each token if a character's bytes are divided evenly among the tokens that share it.
+    """Return where each token ends, in bytes, if tokens that share a character share its bytes evenly.
 
     Args:
-        before: the bytes before each character of the text.
-        offsets: those of tokens that overlap.
+        before: the number of bytes before each character of the text.
+        offsets: for each of these overlapping tokens, the first of its characters and the one after its last.
     """
     first, last = min(start for start, _ in offsets), max(stop for _, stop in offsets)
     changes = [0] * (last - first + 1)  # of the number of tokens that share a character, from one to the next

@@ -1,4 +1,4 @@
-"""Read a span in one ordinary forward of its model, as every model class can."""
+"""Read a text in one ordinary forward of its model, as every model class can."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def whole_logits(
     after: bool = False,
     stored: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return logits at the end of a span, (count, vocabulary) float32.
+    """Return the logits for the last tokens of a text that is read in one forward, (count, vocabulary) float32.
 
     Args:
         model: a causal language model.
         decoder: its decoder.
-        ids: the span, (tokens,) int64.
-        count: the number of tokens.
+        ids: the text, (tokens,) int64.
+        count: the number of tokens at its end.
         after: return the logits after each of the last `count` tokens; else those that predict each of them.
         stored: a function that keys and values go through before attention reads them; None: they stay as they are.
     """

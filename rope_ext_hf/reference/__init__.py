@@ -12,10 +12,10 @@ __all__ = ["folder_of", "path"]
 
 
 def path() -> Path:
-    """Return the folder of the model, its tokenizer and its model card; it loads with plain transformers."""
+    """Return the folder with the bundled model, its tokenizer and its model card; plain transformers can load it."""
     return Path(__file__).parent
 
 
 def folder_of(name: str | Path) -> str | Path:
-    """Return the folder of the bundled model for the name "reference", and any other name as it is."""
+    """Return the folder of the bundled model if `name` is "reference"; any other name is returned as it is."""
     return path() if str(name) == "reference" else name

@@ -1,4 +1,4 @@
-"""The record that a cache carries of how its keys are rotated, from one forward to the next.
+"""A record, kept with a key-value cache from one forward to the next, that says how its keys are rotated.
 
 transformers' caches hold keys and no account of their rotation. A `CacheState`, an attribute of the cache, is that
 account: by it a forward onto the cache either continues it correctly or refuses to. It is copied and pickled with its
@@ -22,18 +22,21 @@ _CACHE_STATE = "_rope_ext_hf_cache_state"  # the attribute of a transformers cac
 
 @dataclass(frozen=True)
 class KeyOrigin:
-    """The rotary modules whose frequencies the keys of a cache were stored under."""
+    """The rotary modules that the keys in a cache were rotated by, and so the frequencies of those keys."""
 
     tables: tuple[tuple[RopeMethod, Rotary, int | None], ...]
     """The method, the geometry and the fixed length in tokens of each rotary module of the decoder."""
 
     @property
     def name(self) -> str:
-        """The names of the methods: "dynamic-yarn", or several joined by "and"."""
+        """The names of the methods of these rotary modules: "dynamic-yarn", or several joined by "and"."""
         return " and ".join(dict.fromkeys(method.name for method, _, _ in self.tables))
 
     def differences(self, other: KeyOrigin) -> tuple[str, str]:
-        """Return both origins as text, each with the parameters in which it differs from the other."""
+        """Return this origin and another one as text, for an error message about keys that do not fit.
+
+        Each text has the method and the parameters that differ between the two origins.
+        """
         for own_table, other_table in zip(self.tables, other.tables, strict=False):
             own, others = _settings(*own_table), _settings(*other_table)
             if own != others:
@@ -52,14 +55,17 @@ def _settings(method: RopeMethod, rotary: Rotary, fixed_length: int | None) -> d
 
 
 def _settings_text(settings: dict[str, Any], keys: Iterable[str]) -> str:
-    """Return the method and the settings with these keys: "yarn with factor=8, no fixed_length"."""
+    """Return the method and some of its settings as text: "yarn with factor=8, no fixed_length".
+
+    `keys`: the settings to include.
+    """
     values = [f"no {key}" if settings.get(key) is None else f"{key}={short(str(settings[key]), 60)}" for key in keys]
     return f"{settings['method']} with {', '.join(values)}" if values else str(settings["method"])
 
 
 @dataclass(frozen=True)
 class RowState:
-    """The rotation of each row's keys under a length-dependent method; rows in the order of the cache."""
+    """The lengths and positions by which the keys in each row of a cache were rotated, for length-dependent methods."""
 
     lengths: Tensor  # (rows or 1,) int64, the length in tokens whose frequencies a row's keys have
     positions: Tensor  # (rows or 1, tokens) int64, the position of each key
@@ -67,7 +73,10 @@ class RowState:
     one_input_each: bool  # each row is known to hold one input, not several one after the other
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> RowState:
-        """Return the state after `move` has reordered, picked or repeated rows; one row that stands for all stays."""
+        """Return the state after the rows of the cache were reordered, picked or repeated.
+
+        `move` does the same to any tensor (rows, ...). A tensor with one row that stands for all rows stays as it is.
+        """
         lengths = self.lengths if self.lengths.shape[0] == 1 else move(self.lengths)
         positions = self.positions if self.positions.shape[0] == 1 else move(self.positions)
         return replace(self, lengths=lengths, positions=positions)
@@ -75,7 +84,7 @@ class RowState:
 
 @dataclass
 class CacheState:
-    """The record that is kept with a cache which a patched model has filled."""
+    """The record of how the keys in a cache were rotated, kept with a cache that a patched model has filled."""
 
     origin: KeyOrigin  # the rotary modules that rotated its keys
     packed: bool = False  # a row holds several inputs one after the other, which no later token can continue
@@ -87,17 +96,20 @@ class CacheState:
 
 
 def store_state(cache: Any, state: CacheState) -> None:
-    """Keep a state with a cache."""
+    """Keep this record as an attribute of the cache."""
     setattr(cache, _CACHE_STATE, state)
 
 
 def discard_state(cache: Any) -> None:
-    """Forget the state of a cache that is going to be filled anew."""
+    """Remove the record from a cache that is going to be filled anew."""
     vars(cache).pop(_CACHE_STATE, None)
 
 
 def has_origin(cache: Any, origin: KeyOrigin) -> bool:
-    """Return whether a cache was last filled from this origin; without a wait for the device."""
+    """Return whether a cache was last filled by these rotary modules.
+
+    This reads no values of tensors, so the host does not wait for the device.
+    """
     stored: CacheState | None = getattr(cache, _CACHE_STATE, None)
     return stored is not None and stored.origin == origin
 
@@ -129,7 +141,7 @@ def check_origin(cache: Any, origin: KeyOrigin) -> CacheState:
 
 
 def packed_error() -> LengthError:
-    """Return the error for new tokens after a row that holds several inputs."""
+    """Return the error to raise when new tokens follow a row of the cache that holds several inputs."""
     return LengthError(
         "a row of this cache holds several inputs one after the other (its position_ids start anew), and it is not "
         "known which of them the new tokens continue: fill a cache with one input per row"
@@ -137,7 +149,7 @@ def packed_error() -> LengthError:
 
 
 class _RowFollower:
-    """A replacement for a method of a cache layer that moves rows (beam search), which moves the state's rows as well.
+    """A replacement for a cache layer's method that moves rows (beam search): it moves the rows of a `CacheState` too.
 
     A cache calls the method on each of its layers, so one layer with followers is enough. The layer is held weakly, so
     that a cache is freed with its last reference; copies and pickles of the layer get a follower of their own.
@@ -171,7 +183,7 @@ _MOVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 
 def follow_rows(cache: Any, state: CacheState) -> None:
-    """Move the rows of this state with those of its cache from now on."""
+    """From now on, move the rows of this record whenever the rows of its cache are moved."""
     if state.follows:
         return
     layer = next(iter(cache.layers), None)

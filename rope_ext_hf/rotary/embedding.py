@@ -1,4 +1,4 @@
-"""`RotaryEmbedding`, the module that fills a rotary slot of a model.
+"""`RotaryEmbedding`, the module that takes the place of a rotary module in a model.
 
     rope = RotaryEmbedding("yarn", Rotary(dim=128, theta=10000.0, trained_length=4096), factor=8)
     cos, sin = rope(x, position_ids)          # (batch, length, 128) each, in x's dtype
@@ -73,9 +73,10 @@ def segment_lengths(position_ids: Tensor) -> Tensor:
 
 
 def lengths_over_axes(position_ids: Tensor) -> Tensor:
-    """Return what `segment_lengths` does, for positions (axes, rows, tokens) of a multimodal model.
+    """Return the length of the input that each token belongs to, for positions with several axes (multimodal models).
 
-    A row whose axes differ has an image or a video in it, and counts as one input.
+    `position_ids`: (axes, rows, tokens) integers. A row whose axes differ has an image or a video in it, and counts as
+    one input; other rows are treated as in `segment_lengths`. The result is (rows, tokens) int64.
     """
     text = (position_ids == position_ids[:1]).all(0).all(-1, keepdim=True)
     largest = position_ids.amax(0)
@@ -161,13 +162,13 @@ class RotaryEmbedding(nn.Module):
             self.trained = nn.Parameter(self._initial_values())
 
     def _initial_values(self) -> Tensor:
-        """Return what the trainable parameter begins with, (dim // 2,) float32 on the CPU."""
+        """Return the values that the trainable parameter has before training, (dim // 2,) float32 on the CPU."""
         parameter: tuple[float, ...] = getattr(self.method, self.method.trainable)
         return torch.tensor(parameter or (0.0,) * (self.rotary.dim // 2), dtype=torch.float32, device="cpu")
 
     @property
     def present_method(self) -> RopeMethod:
-        """The method, with the values that its trainable parameter has now."""
+        """The method as it is now: if it has a trainable parameter, with the present values of that parameter."""
         if not self.method.trainable or self.trained.device.type == "meta":
             return self.method
         values = tuple(self.trained.tolist())
@@ -177,22 +178,22 @@ class RotaryEmbedding(nn.Module):
 
     @property
     def length_dependent(self) -> bool:
-        """True if the next call's frequencies depend on how long its input is."""
+        """True if the frequencies depend on how long the input of each call is; False inside `at_length`."""
         return self.fixed_length is None and self.method.depends_on_length(self.rotary)
 
     def frequencies(self, length: int | None = None) -> Frequencies:
-        """Return the method's frequencies for an input of `length` tokens.
+        """Return the frequencies and the attention factor for an input of `length` tokens.
 
-        `length` None: the fixed length where there is one, else the context length.
+        Without a length, they are those at the fixed length inside `at_length`, and at the context length elsewhere.
         """
         return self.present_method.frequencies(self.rotary, self.fixed_length if length is None else length)
 
     @contextmanager
     def at_length(self, length: int) -> Iterator[None]:
-        """Use the frequencies of an input of `length` tokens for every forward inside, in every thread.
+        """Use the frequencies for an input of `length` tokens in every forward inside the with block, in every thread.
 
         Raises:
-            LengthError: another thread holds a length of this module.
+            LengthError: another thread is inside `at_length` of this module.
         """
         before, holder = self.fixed_length, self._fixed_by
         if holder not in (None, threading.get_ident()):
@@ -209,39 +210,45 @@ class RotaryEmbedding(nn.Module):
             self._fixed_by = holder
 
     def reset(self) -> None:
-        """Forget the longest input met; this changes something only under a method with sticky growth."""
+        """Forget the longest input met so far.
+
+        Only methods with sticky growth, whose frequencies stay those of the longest input, remember it.
+        """
         if self.method.sticky_length:
             self.longest_seen.zero_()
 
     def _set_length(self, length: int | None) -> None:
-        """Use the method's frequencies at `length` from now on; None: at the context length, for static methods."""
+        """Use the frequencies for an input of `length` tokens from now on.
+
+        None: no length is fixed. Static methods then have the frequencies at the context length.
+        """
         inv_freq, self.attention_factor = self._frequencies_at(length)
         self._integers = tuple(fixed_point(inv_freq).tolist())
         self.fixed_length = length
         self._place(self._device)
 
     def _frequencies_at(self, length: int | None) -> Frequencies:
-        """Return the frequencies of the table for a length; a subclass may change them."""
+        """Return the frequencies and the attention factor for a length; a subclass may change the method's own."""
         return self.method.frequencies(self.rotary, length)
 
     def _multiply(self, inv_freq: Tensor) -> Tensor:
-        """Return inverse frequencies as the model uses them; in a subclass it multiplies those of the method."""
+        """Return the inverse frequencies that are used; a subclass multiplies those of the method by something."""
         return inv_freq
 
     def _place(self, device: torch.device) -> None:
-        """Put the tables of integers onto a device; on the meta device they have no values, like all tensors there."""
+        """Put the integer tables on a device; on the meta device they have no values, like all tensors there."""
         self._device = device
         self.frequency = constant(self._integers, device, torch.int64)
         if self.axis_of_pair is not None:
             self.axes = constant(self.axis_of_pair, device, torch.int64)
 
     def _follow(self, device: torch.device) -> None:
-        """Put the tables where a forward runs, if nothing has moved this module there (hooks of accelerate)."""
+        """Put the integer tables on the device of a forward, if nothing else has moved them there (accelerate)."""
         if self._device != device and device.type != "meta" and may_keep_tensors():
             self._place(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        """Move the module, keeping the numbers and dtypes of `trained` and `longest_seen`.
+        """Move the module to another device, but keep the values and the dtypes of `trained` and `longest_seen`.
 
         `fn` may be a cast, which would round them, or `to_empty`, which would leave them without values.
         """
@@ -259,7 +266,7 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def phase_per_position(self, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the fixed-point frequencies and the attention factors of inputs of these lengths, on their device.
+        """Return the fixed-point frequencies and the attention factors for inputs of these lengths.
 
         Args:
             lengths: (rows,) integers in tokens; where a row holds several inputs, (rows, tokens).
@@ -282,9 +289,10 @@ class RotaryEmbedding(nn.Module):
         return frequency.unsqueeze(-2), attention_factor
 
     def resolve_lengths(self, lengths: Tensor) -> Tensor:
-        """Return the lengths whose frequencies rows of these lengths get.
+        """Return the lengths whose frequencies are used for rows with these lengths.
 
-        They are the rows' own lengths; under sticky growth, the longest length met so far, these included.
+        They are the lengths of the rows themselves. Under a method with sticky growth, they are the longest length met
+        so far, these included.
         """
         if not self.method.sticky_length:
             return lengths
@@ -295,9 +303,10 @@ class RotaryEmbedding(nn.Module):
         return self.longest_seen.to(lengths.device, copy=True).expand_as(lengths)
 
     def of_rows(self, x: Tensor, position_ids: Tensor, lengths: Callable[[], Tensor]) -> Any:
-        """Return what `forward` does, for rows whose length does not follow from their positions alone.
+        """Return cos and sin, as `forward` does, for rows whose length does not follow from their positions alone.
 
-        `lengths` returns them, (rows,) integers in tokens; it is called only under a length-dependent method.
+        `lengths` returns the lengths of the rows, (rows,) integers in tokens; it is called only under a
+        length-dependent method.
         """
         if not self.length_dependent:
             return self(x, position_ids)
@@ -348,16 +357,20 @@ class RotaryEmbedding(nn.Module):
         return arrange(cos, sin, self.layout, x.dtype if self.cast else None)
 
     def _trainable_angle(self, positions: Tensor) -> Tensor:
-        """Return angles in radians through which gradients reach `trained`."""
+        """Return the angles of all pairs at these positions, in radians, for a method with a trainable parameter.
+
+        Gradients reach the parameter `trained` through them.
+        """
         wide = torch.float32 if positions.device.type == "mps" else torch.float64
         values = self.trained.to(positions.device, wide)
         return positions.to(wide) * self.method.trained_inv_freq(self.rotary, values)
 
     def _frequency_of_call(self, position_ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor | float]:
-        """Return the fixed-point frequencies of one call, (dim // 2,) or per row or token, and its attention factor.
+        """Return the fixed-point frequencies and the attention factor that one call uses.
 
-        Under a length-dependent method they come from the state of the forward under way, if there is one, and else
-        from the lengths that follow from the positions.
+        The frequencies are (dim // 2,), or have such a vector for each row or token. Under a length-dependent method
+        they come from the state of the forward under way, if there is one, and else from the lengths that follow from
+        the positions.
         """
         if not self.length_dependent:
             return self.frequency.to(device), self.attention_factor
@@ -382,17 +395,20 @@ def _check_arrangement(rotary: Rotary, layout: str, axis_of_pair: Sequence[int] 
 
 
 def _no_tokens() -> Tensor:
-    """Return the length 0, an int64 tensor on the CPU; an ordinary one, which may be written to later, in any mode."""
+    """Return the length 0 as an int64 tensor on the CPU.
+
+    It is an ordinary tensor even in inference mode, so that it may be written to later.
+    """
     with torch.inference_mode(False):
         return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 @contextmanager
 def override_angles(tables: Sequence[RotaryEmbedding], radians: Tensor, attention_factor: float) -> Iterator[None]:
-    """Make length-dependent modules rotate by other angles inside the block, in this thread.
+    """Make length-dependent rotary modules rotate by other angles inside the with block, in this thread.
 
     Args:
-        tables: the modules.
+        tables: the rotary modules.
         radians: the angle of each pair per position, (dim // 2,).
         attention_factor: the factor of cos and sin.
     """

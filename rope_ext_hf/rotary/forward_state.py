@@ -1,4 +1,4 @@
-"""States of the forwards under way in this thread: everything that lives for one forward is reached from here.
+"""The states of the forwards that are running in this thread: whatever is kept for the time of one forward.
 
 A decoder's hooks `push` a state before its forward and `pop` it after; the modules inside look up the state that names
 them. Each thread has a stack of its own, so that several threads may run one model. docs/internals.md lists what the
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 @dataclass(eq=False, kw_only=True)
 class ForwardState:
-    """The state of one forward of one module."""
+    """The values that are kept while one module runs its forward, for the rotary modules inside it."""
 
     owner: object  # the module whose forward it is, or another object that began it
     tables: tuple[nn.Module, ...] = ()  # the rotary modules inside that read this state
@@ -37,7 +37,7 @@ class ForwardState:
     attention_factor: float = 1.0  # the factor of cos and sin that goes with `frequency`
 
     def close(self) -> None:
-        """Undo what this forward has changed elsewhere, after an error has ended it."""
+        """Undo the changes that this forward has made elsewhere; called after an error has ended the forward."""
 
 
 # A plain threading.local: torch.compile traces its attributes, and not those of a ContextVar.
@@ -45,17 +45,20 @@ _local = threading.local()
 
 
 def running() -> Iterator[ForwardState]:
-    """Return the states of this thread's forwards, innermost first."""
+    """Return the states of the forwards that are running in this thread, innermost first."""
     return reversed(getattr(_local, "states", ()))
 
 
 def push(state: ForwardState) -> None:
-    """Begin a forward in this thread."""
+    """Make this state that of the innermost forward in this thread; `pop` ends it."""
     _local.states = (*getattr(_local, "states", ()), state)
 
 
 def pop(owner: object) -> ForwardState | None:
-    """End the innermost forward of `owner` and return its state; None where none was begun (an earlier hook raised)."""
+    """Remove the state of the innermost forward that `owner` began, and return it.
+
+    None: it began none, because an earlier hook raised an error.
+    """
     states = getattr(_local, "states", ())
     for index in range(len(states) - 1, -1, -1):
         if states[index].owner is owner:
@@ -67,9 +70,9 @@ def pop(owner: object) -> ForwardState | None:
 
 
 def state_of_table(table: nn.Module) -> ForwardState | None:
-    """Return the state that a rotary module reads, that of the innermost forward which names it; None: no forward does.
+    """Return the state that a rotary module has to read: that of the innermost forward whose `tables` name the module.
 
-    A replica of a module (nn.DataParallel) reads the state that names the module.
+    None: no forward names it. A replica of a module (nn.DataParallel) reads the state that names the original module.
     """
     identity = getattr(table, "identity", table)
     for state in running():
@@ -80,9 +83,10 @@ def state_of_table(table: nn.Module) -> ForwardState | None:
 
 
 def graph_break(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function run uncompiled in a compiled caller, whose graph ends before the call; another begins after it.
+    """Return a function that runs uncompiled even if its caller is compiled by torch.compile.
 
-    torch's compiler is not imported where nothing else has imported it.
+    The caller's graph ends before the call, and another begins after it. torch's compiler is not imported here, unless
+    something else has imported it.
     """
 
     @wraps(function)

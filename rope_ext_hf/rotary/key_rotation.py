@@ -27,7 +27,7 @@ _FUSED_UPCAST_DEVICES = {"cuda"}
 
 @dataclass(frozen=True)
 class KeyLayout:
-    """The rotated dims of a cached key, and how they rotate."""
+    """The dims of a cached key that rotate, and the way in which they rotate."""
 
     pairing: str  # "half" or "interleaved"
     start: int  # the first rotated dim
@@ -39,12 +39,12 @@ class KeyLayout:
 
 @dataclass
 class KeyRotation:
-    """A rotation of keys by position.
+    """A rotation of cached keys by an angle that depends on the position of each key.
 
     Attributes:
         cos, sin: float32 (rows or 1, 1, tokens or 1, dim // 2), both multiplied by the attention factor.
-        member_factors: by (half pairing, negative angle), the two tensors that the first and the second members of all
-            pairs are multiplied by, see `_rotate_in_two_launches`. They are computed when first needed.
+        member_factors: a cache by (half pairing, negative angle): the two tensors that the first and the second members
+            of all pairs are multiplied by, see `_rotate_in_two_launches`. They are computed when first needed.
     """
 
     cos: Tensor
@@ -86,9 +86,9 @@ class KeyRotation:
         return cls(cos * ratio, sin * ratio), cls(back.cos / ratio, -back.sin / ratio)
 
     def last(self, count: int) -> KeyRotation:
-        """Return the rotation of the last `count` tokens.
+        """Return the rotation for the last `count` tokens.
 
-        `count` exceeds the number of tokens for a static cache, whose empty places lie behind the tokens.
+        `count` may exceed the number of tokens: a static cache has empty places after its tokens.
         """
         tokens = self.cos.shape[-2]
         if count == tokens:
@@ -100,18 +100,26 @@ class KeyRotation:
         return KeyRotation(torch.nn.functional.pad(self.cos, room), torch.nn.functional.pad(self.sin, room))
 
     def ending_with(self, other: KeyRotation) -> KeyRotation:
-        """Return this rotation with its last tokens replaced by those of another one."""
+        """Return this rotation with its last tokens replaced by the tokens of another rotation."""
         kept = self.cos.shape[-2] - other.cos.shape[-2]
         cos = torch.cat((self.cos[..., :kept, :], other.cos), dim=-2)
         sin = torch.cat((self.sin[..., :kept, :], other.sin), dim=-2)
         return KeyRotation(cos, sin)
 
     def to(self, device: torch.device) -> KeyRotation:
-        """Return the rotation on a device."""
+        """Return this rotation with its tensors on another device."""
         return self if self.cos.device == device else KeyRotation(self.cos.to(device), self.sin.to(device))
 
     def apply(self, keys: Tensor, layout: KeyLayout) -> Tensor:
-        """Return rotated keys (rows, heads, tokens, head_dim) in new memory, in the dtype of `keys`."""
+        """Return rotated copies of keys.
+
+        Args:
+            keys: (rows, heads, tokens, head_dim).
+            layout: the dims of the keys that rotate.
+
+        Returns:
+            New memory, in the shape and dtype of `keys`.
+        """
         if can_fuse(keys):
             return self.apply_fused(keys, layout)
         start, pairs = layout.start, layout.dim // 2
@@ -147,15 +155,16 @@ class KeyRotation:
         return out
 
     def apply_fused(self, keys: Tensor, layout: KeyLayout, *, in_place: int = 0) -> Tensor:
-        """Do what `apply` does with the Triton kernel.
+        """Return rotated copies of keys, as `apply` does, by a Triton kernel.
 
-        The last `in_place` tokens are rotated in `keys` itself, and are returned unrotated.
+        The last `in_place` tokens are treated the other way round: they are rotated in `keys` itself, and the result
+        has them as they were before.
         """
         half = layout.pairing == "half"
         return rotate_fused(keys, *self._signed(layout), start=layout.start, half=half, in_place=in_place)
 
     def _signed(self, layout: KeyLayout) -> tuple[Tensor, Tensor]:
-        """Return cos and sin for the direction in which keys of this layout rotate."""
+        """Return cos and sin with the signs for the direction in which keys of this layout rotate."""
         return self.cos, -self.sin if layout.negative_angle else self.sin
 
     def _rotate_in_two_launches(self, source: Tensor, layout: KeyLayout, target: Tensor) -> None:
@@ -178,14 +187,14 @@ class KeyRotation:
 
 
 def candidate_key_layouts(width: int, dim: int) -> Iterator[KeyLayout]:
-    """Yield every layout with `dim` rotated dims in a head of `width` dims."""
+    """Yield every layout that a key of `width` dims can have, if `dim` of them rotate."""
     starts = sorted({start for start in (0, width - dim) if start >= 0})
     for start, pairing, negative_angle in product(starts, ("half", "interleaved"), (False, True)):
         yield KeyLayout(pairing, start, dim, negative_angle=negative_angle)
 
 
 def infer_key_layout(unrotated: Any, rotated: Any, rotated_scaled: Any, radians: Tensor) -> KeyLayout | None:
-    """Return the layout of the keys that a cache layer holds, from three copies of it; None if it holds none rotated.
+    """Return the layout of the rotated keys in a cache layer, from three copies of it; None: it holds no rotated keys.
 
     Args:
         unrotated: the layer after one token that was not rotated.
@@ -217,7 +226,7 @@ def infer_key_layout(unrotated: Any, rotated: Any, rotated_scaled: Any, radians:
 
 
 def nearly_equal(first: Any, second: Any) -> bool:
-    """Return whether two tensors, or nested containers of tensors, are equal but for rounding."""
+    """Return whether two tensors, or nested containers of tensors, are equal except for rounding."""
     if isinstance(first, dict):
         first, second = list(first.values()), list(second.values())
     if isinstance(first, (list, tuple)):

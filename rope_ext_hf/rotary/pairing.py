@@ -25,7 +25,7 @@ def other_pairing(pairing: str) -> str:
 def to_pairing(
     tensor: Tensor, to: str, *, heads: int, rotary_dim: int | None = None, start: int = 0, dim: int = 0
 ) -> Tensor:
-    """Return a copy of a tensor with the dims of its heads reordered from the other pairing to this one.
+    """Return a copy of a tensor with the dims of its heads reordered from the other pairing to the pairing `to`.
 
     Args:
         tensor: any dtype and shape; dimension `dim` has heads x head_dim entries (rows of a projection weight or of its

@@ -12,14 +12,17 @@ _MOST_UNITS = 2**63 - 1024  # half a cycle, 2^63, does not fit into int64; this 
 
 
 def fixed_point(inv_freq: Tensor) -> Tensor:
-    """Convert radians per position, float64, to int64 units of 2^-64 cycles per position; whole cycles are dropped."""
+    """Convert inverse frequencies to fixed point: int64 numbers of 2^-64 cycles per position.
+
+    `inv_freq`: float64, in radians per position. Whole cycles are dropped.
+    """
     cycles = inv_freq / TWO_PI
     fraction = cycles - cycles.round()
     return (fraction * _UNITS_PER_CYCLE).clamp(max=float(_MOST_UNITS)).to(torch.int64)
 
 
 def fixed_point_number(radians: float) -> int:
-    """Return what `fixed_point` does, for one number."""
+    """Convert one inverse frequency in radians per position to an integer number of 2^-64 cycles per position."""
     cycles = radians / TWO_PI
     return int(min((cycles - round(cycles)) * _UNITS_PER_CYCLE, _MOST_UNITS))
 

@@ -1,4 +1,4 @@
-"""Keys in a cache that follow the frequencies of a length-dependent method, as the input grows.
+"""Rotation of cached keys to the present frequencies of a length-dependent method, as the input grows.
 
 Where frequencies change in steps, the keys of a row that passes a step are rotated in place, once
 (`rotate_cached_keys_`). Where they change with every token, the keys stay as they were stored: the layer returns a
@@ -31,7 +31,7 @@ def rotate_cached_keys_(layers: Layers, rotation: KeyRotation) -> None:
 
     Args:
         layers: layers that hold keys in order; a sliding window holds those of the last tokens.
-        rotation: that of all tokens.
+        rotation: the rotation for all tokens of the input.
     """
     for layer, layout in layers:
         if not layer.is_initialized or not layer.keys.numel():
@@ -49,7 +49,7 @@ def rotate_cached_keys_(layers: Layers, rotation: KeyRotation) -> None:
 
 @contextmanager
 def rotate_keys_on_read(layers: Layers, before_storing: KeyRotation, after_reading: KeyRotation) -> Iterator[None]:
-    """Make these layers rotate keys inside the block: the new ones as they are stored, and all as they are returned.
+    """Rotate keys inside the with block: new keys before these layers store them, and all keys when they are read.
 
     Args:
         layers: the `update` method of each is replaced inside the block.
@@ -60,11 +60,11 @@ def rotate_keys_on_read(layers: Layers, before_storing: KeyRotation, after_readi
 
     @cache
     def new_keys_stored(device: torch.device) -> KeyRotation:
-        """Return the rotation for reading, but for the new keys that for storing."""
+        """Return one rotation for all keys: new keys as before they are stored, all others as after they are read."""
         return after_reading.ending_with(before_storing).to(device)
 
     def rotating_update(layer: Any, layout: KeyLayout) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Return the `update` of a layer with rotations around it."""
+        """Return a replacement for the `update` method of a layer, which rotates keys before and after."""
         update = layer.update
         rotated = int(layout.in_values)  # index of the rotated one of keys and values
         returns_stored = type(layer) is DynamicLayer  # it returns the very tensors that it stores, the new keys last

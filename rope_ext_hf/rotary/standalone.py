@@ -16,7 +16,7 @@ from rope_ext_hf.rotary.phase import angles, fixed_point
 
 
 def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate by half pairing: dims i and i + rotated/2 form a pair (RoFormer, arXiv 2104.09864, sec. 3.2).
+    """Rotate x by half pairing: dims i and i + rotated/2 form a pair (RoFormer, arXiv 2104.09864, sec. 3.2).
 
     Args:
         x: (batch, length, heads, head_dim).
@@ -46,7 +46,7 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def check_padding_mask(mask: Tensor | None, batch: int, length: int) -> None:
-    """Raise ValueError where a mask is not bool (batch, length)."""
+    """Raise ValueError unless a mask, if there is one, is a bool tensor (batch, length)."""
     if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, length)):
         raise ValueError(
             f"padding_mask must be bool ({batch}, {length}), False for padding; got {mask.dtype} {tuple(mask.shape)}"
@@ -54,7 +54,7 @@ def check_padding_mask(mask: Tensor | None, batch: int, length: int) -> None:
 
 
 class NTKAwareRoPE(nn.Module):
-    """NTK-aware RoPE that holds its own tables and applies itself, for models written by hand.
+    """A module that rotates queries or keys by NTK-aware RoPE and holds its own tables, for models written by hand.
 
     Args:
         head_dim: rotated dims per head, all of them; even and at least 4.
@@ -105,7 +105,7 @@ class NTKAwareRoPE(nn.Module):
         self.register_buffer("S", sin, persistent=False)
 
     def _tables(self, k: float, dtype: torch.dtype, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin for this k, (max_seq_len x k, head_dim)."""
+        """Return the tables of cos and sin for the NTK scale k, each (max_seq_len x k, head_dim)."""
         frequency = fixed_point(self.rotary.theta_inv_freq(ntk_theta(self.rotary, k))).to(device)
         reach = math.floor(round(self.rotary.trained_length * k, 6))  # 100 x 1.15 is 114.99999999999999
         positions = torch.arange(reach, device=frequency.device)
@@ -120,7 +120,7 @@ class NTKAwareRoPE(nn.Module):
         return self
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """Rotate x (batch, length, heads, head_dim), whose first token has position `offset`.
+        """Return x, (batch, length, heads, head_dim), rotated; its first token has position `offset`.
 
         Raises:
             ValueError: x has another number of dimensions or another head_dim.

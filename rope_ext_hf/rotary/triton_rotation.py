@@ -23,9 +23,9 @@ _ELEMENTS_PER_PROGRAM = 4096  # elements of `x` that one program of the kernel r
 
 
 def can_fuse(x: Tensor) -> bool:
-    """Return whether the kernel can rotate this tensor.
+    """Return whether the Triton kernel can rotate this tensor.
 
-    It must be on CUDA, need no gradients, and be outside graphs that torch compiles.
+    The tensor must be on CUDA and need no gradients, and must not be part of a graph that torch compiles.
     """
     if x.device.type != "cuda" or triton is None or torch.compiler.is_compiling():
         return False
@@ -56,8 +56,8 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool,
         x: (rows, heads, tokens, head_dim), of any strides.
         cos, sin: float32 (rows or 1, 1, tokens or 1, dim // 2).
         start: the first of the `dim` rotated dims.
-        half: True: the dims i and i + dim // 2 of them are a pair; False: 2i and 2i + 1.
-        in_place: the last so many tokens are rotated in `x` itself, and returned unrotated.
+        half: True: rotated dims i and i + dim // 2 form a pair; False: rotated dims 2i and 2i + 1 do.
+        in_place: the number of tokens at the end that are rotated in `x` itself, and returned unrotated.
     """
     rows, heads, tokens, width = x.shape
     out = torch.empty_like(x)
@@ -76,7 +76,10 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool,
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which Triton launches on this device; its interpreter works on the CPU."""
+    """Return a context in which Triton launches kernels on this device.
+
+    On the CPU, where Triton's interpreter runs, the context does nothing.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -143,7 +146,11 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _store(x, out, before, rotated, inside, stays, IN_PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Write rotated elements to `out`; those that stay in place go to `x`, and the elements before to `out`."""
+        """Write rotated elements to `out`.
+
+        For tokens that are rotated in place, the rotated elements go to `x` instead, and the elements as they were to
+        `out`.
+        """
         rotated = rotated.to(before.dtype)
         if IN_PLACE:
             tl.store(x, rotated, mask=inside & stays)
