@@ -23,10 +23,8 @@ class ConfigEngine(Engine):
     """Base class of the engines that read a config.json.
 
     To serve a method, it tries several ways to write the method in the config ("encodings"), and takes the first one
-    from
-    which the engine computes the right numbers. A subclass says how its engine reads a config (`read`), and overrides
-    the
-    rope types that the engine computes in its own way.
+    from which the engine computes the right numbers. A subclass says how its engine reads a config (`read`), and
+    overrides the rope types that the engine computes in its own way.
     """
 
     aliases: ClassVar[Mapping[str, str]] = {"su": "longrope"}
@@ -88,8 +86,7 @@ class ConfigEngine(Engine):
         """Return rope settings of the type longrope that give the target's frequencies and magnitude.
 
         Both lists of divisors are the same, so that the engine computes the same at every length. Any frequencies can
-        be
-        written this way.
+        be written this way.
         """
         kept = {key: value for key, value in target.settings.items() if key in GEOMETRY_KEYS}
         magnitude = target.attention_factor

@@ -2,8 +2,7 @@
 
 They were read in exllamav3/util/rope.py, in `read_rope_settings_default` of model/config.py, in `read_dict` of
 util/file.py, and in llama.py, mistral.py, qwen2.py, qwen3.py, qwen3_moe.py, qwen3_vl.py, mixtral.py, phi3.py,
-gemma3.py,
-gpt_oss.py and deepseek_v3.py of architecture/, for the keys that each family passes on.
+gemma3.py, gpt_oss.py and deepseek_v3.py of architecture/, for the keys that each family passes on.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ class ExLlamaV3(FormerSpellingEngine):
     """ExLlamaV3, the engine that TabbyAPI serves with.
 
     It takes no overrides of the config on its command line, so the keys are written into config.json in the folder with
-    the
-    quantised weights.
+    the quantised weights.
     """
 
     title = "ExLlamaV3"

@@ -66,11 +66,9 @@ def plugin_settings(settings: Config) -> dict[str, Any] | None:
     """Return rope settings for this package's plug-in, with the keys `inv_freq` and `attention_factor`.
 
     Return None if the settings are not for the plug-in. The two numbers may stand under other names, since vLLM's code
-    for
-    some models passes on only certain keys. Its gpt-oss passes on YaRN's keys alone, so `beta_fast` holds the
-    frequencies
-    and `beta_slow` the magnitude. Its DeepSeek has another use for `attention_factor`, so `magnitude` holds the
-    magnitude.
+    for some models passes on only certain keys. Its gpt-oss passes on YaRN's keys alone, so `beta_fast` holds the
+    frequencies and `beta_slow` the magnitude. Its DeepSeek has another use for `attention_factor`, so `magnitude` holds
+    the magnitude.
     """
     if "inv_freq" in settings:
         return {"attention_factor": settings.get("magnitude")} | dict(settings)

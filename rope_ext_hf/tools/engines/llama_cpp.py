@@ -211,9 +211,8 @@ def _flags(
     """Return flags of llama-server with which the model's own file, `own`, computes the same as another file, `file`.
 
     Return None if flags cannot do it: because the tensors differ or a key differs that no flag sets, or because flags
-    do not
-    reach layers in which the rope keys must change (`beyond_flags`). `removed` names the tensors that must not be
-    there.
+    do not reach layers in which the rope keys must change (`beyond_flags`). `removed` names the tensors that must not
+    be there.
     """
     if own is None or file.tensors != own.tensors or not own.tensors.keys().isdisjoint(removed):
         return None

@@ -116,7 +116,10 @@ class OverridingEngine(ConfigEngine):
 
 
 def plugin_encoding(target: Target, **more: Any) -> Encoding:
-    """Return an encoding for this package's plug-in: settings with the target's frequencies and magnitude, and `more`."""
+    """Return an encoding for this package's plug-in: settings with the target's frequencies and magnitude.
+
+    `more` are further settings.
+    """
     settings = {key: value for key, value in target.settings.items() if key in GEOMETRY_KEYS} | {
         "rope_type": PLUGIN_TYPE,
         "rope_theta": target.theta,

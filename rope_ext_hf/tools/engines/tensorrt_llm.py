@@ -90,7 +90,7 @@ class TensorRTLLM(FormerSpellingEngine):
         return super().longrope(rope)
 
     def _fused(self, rope: RopeKeys) -> Computed:
-        """Compute YaRN as TensorRT-LLM's fused kernel for Qwen3 does; the config's rope type has no effect on it."""
+        """Compute RoPE as TensorRT-LLM's fused kernel for Qwen3 does: every rope type but "default" is run as YaRN."""
         rope = replace(rope, table=None)
         if rope.kind == "default":
             return rope.computed(plain(rope.theta, rope.dim))

@@ -66,8 +66,7 @@ def of_mistral_params(params: Config, like: Computed) -> Computed:
     """Compute RoPE as vLLM does from params.json, the config in Mistral's own format.
 
     The rule is `_remap_mistral_yarn_args` of vLLM's configs/mistral.py. `like` is the result from config.json: its
-    number
-    of pairs is used if params.json has no head_dim.
+    number of pairs is used if params.json has no head_dim.
     """
     theta, dim = needed(params, "rope_theta", 10000.0, above=1.0), 2 * len(like.inv_freq)
     dim = int(needed(params, "head_dim", dim))
@@ -165,7 +164,7 @@ class VLLM(OverridingEngine):
         return self.by_type(rope)
 
     def _passed_on_by_gpt_oss(self, rope: RopeKeys) -> RopeKeys:
-        """Return the rope keys that vLLM's code for gpt-oss passes on: only those of YaRN, whatever the rope type is."""
+        """Return the rope keys that vLLM's code for gpt-oss passes on: those of YaRN alone, whatever the rope type."""
         settings = rope.settings
         for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
             try:
