@@ -96,7 +96,7 @@ class Client(ABC):
 
     @abstractmethod
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
-        """Return the log-probabilities in the server's JSON; raise one of the errors of `_UNREADABLE` if it has none."""
+        """Return the log-probabilities in the server's JSON; raise an error of `_UNREADABLE` if it has none."""
 
     def answers(self, ids: Sequence[int]) -> list[Answer]:
         """Ask the server about a prompt, and return the log-probabilities that it answers with.
