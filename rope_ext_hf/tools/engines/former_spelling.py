@@ -103,9 +103,9 @@ class FormerSpellingEngine(ConfigEngine):
         return text, model_type
 
     def passed_type(self, model_type: str, kind: str) -> tuple[str, tuple[str, ...]]:
-        """Return the rope type that the engine really uses for a model family, given the type that the config states.
+        """Return the rope type that the engine really uses for a model family, given the type `kind` of the config.
 
-        Some families ignore a stated type; the second value then is a note that says so, else it is empty.
+        Some families ignore the config's type; the second value then is a note that says so, else it is empty.
 
         Raises:
             ServingError: the engine's code for this family refuses the rope type.

@@ -56,7 +56,7 @@ class BaselineReport(Report):
 
     @property
     def begins(self) -> int | None:
-        """The shortest length at which answers differ, in tokens; None: they differ at no length."""
+        """The shortest length, in tokens, at which the server's answers differ from the record; None: at no length."""
         for length, difference, allowed in zip(self.lengths, self.differences, self.allowed, strict=False):
             if difference > allowed:
                 return length

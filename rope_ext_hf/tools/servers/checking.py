@@ -75,7 +75,7 @@ def check_server(
             tokens before the position.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
-        progress: called with the tokens of prompts that were computed here, and of all of them.
+        progress: called with two numbers of tokens: in the prompts computed here so far, and in all prompts.
 
     Raises:
         ServingError: the server does not answer, or returns no log-probabilities; the message has the server's words.

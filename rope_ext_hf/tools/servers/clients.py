@@ -62,7 +62,7 @@ class Client(ABC):
         probes: paths, of which at least one returns a JSON object on a server of this program, and on no program whose
             client comes after it in `_CLIENTS`.
         path: the path to which prompts are posted.
-        facts: the facts that a server states about itself: by path, the place of each named fact in the JSON.
+        facts: places of the facts that a server states about itself: path -> name of the fact -> place in the JSON.
         url: the server's address.
         served_name: the name of the model on the server; None: not known yet.
         seconds: the time limit of one answer.

@@ -38,7 +38,7 @@ class Comparison:
         url: the server's address, for the report.
         collected: the server's answers.
         bits: the number formats that the server is said to use.
-        progress: called with the tokens of prompts that were computed here, and of all of them.
+        progress: called with two numbers of tokens: in the prompts computed here so far, and in all prompts.
     """
 
     url: str
@@ -212,11 +212,11 @@ class _Effects:
     places: Tensor  # (answers,) int64; answers about the same place of a prompt have the same number
 
     def scale_share(self, residual: Tensor) -> tuple[float, float]:
-        """Estimate the error of the softmax scale, in percent, that explains a difference of log-probabilities.
+        """Return the error of the softmax scale, in percent, that best explains a difference of log-probabilities.
 
-        `residual`: (answers,) float64, the difference. Returns the estimate by least squares and its standard error.
-        Answers about the same place in a prompt have errors in common, so the standard error is computed from their
-        sums.
+        `residual`: (answers,) float64, the difference. The error is estimated by least squares; the second value is its
+        standard error. Answers about the same place in a prompt have errors in common, so the standard error is
+        computed from their sums.
         """
         percent = float(residual @ self.scale / (self.scale @ self.scale))
         products = (residual - percent * self.scale) * self.scale

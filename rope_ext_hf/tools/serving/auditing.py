@@ -76,7 +76,7 @@ class _EngineReport:
 
     @property
     def length(self) -> str:
-        """The length that the engine serves by default, in a phrase."""
+        """The length, in tokens, that the engine serves by default, as a phrase."""
         if self.computed is None or not self.computed.length:
             return "any length that it is started for"
         return f"length {self.computed.length:,} tokens"

@@ -124,7 +124,10 @@ class _Pass(NamedTuple):
 
 
 class _KeyTokenMeasurement(Measurement):
-    """The search for key tokens among the tokens that a perplexity run scores at its longest length."""
+    """The search for key tokens, those that a long context helps to predict, for LongPPL.
+
+    It searches among the tokens that a perplexity run scores at its longest length.
+    """
 
     kind = "keys"
 
@@ -172,10 +175,10 @@ class _KeyTokenMeasurement(Measurement):
         yield cells[0], _DocumentKeys(document.name, len(compared), len(keys), ranges), scorer.take_cost()
 
     def _search(self, scorer: TokenScorer, ids: Any, long_pass: _Pass) -> tuple[set[int], set[int]]:
-        """Search one long context for key tokens.
+        """Return the tokens of one long context that were examined, and the key tokens among them.
 
-        Returns the places of the tokens whose losses with long and with short context are compared, and of the key
-        tokens among them.
+        Tokens are examined if they have both a loss with long context and one with short context. Both sets hold places
+        of tokens in the document.
         """
         start, stop, first = long_pass
         # At the start of a document the prefix is read before it; further on it replaces the first tokens of the pass.

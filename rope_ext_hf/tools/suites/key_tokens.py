@@ -33,7 +33,7 @@ _WINDOWS_PER_LENGTH = 8
 
 @dataclass(frozen=True)
 class KeySetting:
-    """The thresholds and window lengths by which key tokens are chosen, as in LongPPL."""
+    """The thresholds and window lengths by which key tokens are chosen for LongPPL."""
 
     window: int  # tokens of a short context, which may be up to `stride` - 1 tokens longer
     stride: int  # tokens that share a short context
