@@ -1,4 +1,4 @@
-"""The rules of each serving engine: the frequencies, magnitude and length that it computes from a config.
+"""Models of the serving engines: the frequencies, magnitude and length that each computes from a model's config.
 
 There is one file per engine, which names its source (repository, version, files) at the top. A file registers its
 engine when it is imported, so all files of this folder are imported here.

@@ -1,4 +1,4 @@
-"""`check_engines`: whether serving engines run a saved config.json as transformers does."""
+"""`check_engines`: a check that serving engines run a saved config.json as transformers does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRIED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def check_engines(config: Mapping[str, Any]) -> EngineAgreement:
-    """Run the rules of every engine on a config.json, and list the engines that agree with transformers or differ.
+    """Compute a config.json by the rules of every engine, and list the engines that agree with transformers or differ.
 
     An engine that refuses the config is in no list. For a family outside `TRIED_FAMILIES`, and for a config that
     transformers itself refuses, all lists are empty.

@@ -1,7 +1,7 @@
-"""The base of all engines, and the table of the registered ones.
+"""`Engine`, the base class of all serving engines, and the table in which the engines are registered.
 
-An engine has the rules by which it computes frequencies from a config, and finds the config by which it computes the
-measured ones.
+An engine class has two tasks. It computes the RoPE frequencies that the real engine would compute from a config. And it
+finds the config with which the real engine computes the frequencies that a model was measured with in this package.
 
 >>> engine = find_engine("vllm")
 >>> computed = engine.computes({"model_type": "llama", "head_dim": 128, "max_position_embeddings": 32768,
@@ -27,22 +27,22 @@ from rope_ext_hf.tools.engines.target import Target
 
 
 class NotCheckedError(ServingError):
-    """The rules by which an engine runs a family of models are not written down in this package."""
+    """An error for a family of models for which this package does not know how an engine computes RoPE."""
 
 
 @functools.cache
 def engine_table(file: str) -> dict[str, Any]:
-    """Read the table of an engine, `file`.toml: the families of models that it runs, and how each was checked.
+    """Read an engine's table, `file`.toml: the model families that it runs, and how the rules for each were checked.
 
     Returns:
         A dict with these keys, empty where the file does not have them:
 
         families: the properties of each family that the engine's rules need, by model_type.
-        refused: the model types that the engine does not run, by the reason.
+        refused: reason -> the model types that the engine does not run for this reason.
         run: model types that were run in the engine.
         classes: model types whose frequencies were computed by the engine's own rotary classes, apart from the engine.
             The rules for all other families were read in its source.
-        unrun: the model types that could not be run, by the reason.
+        unrun: reason -> the model types that could not be run for this reason.
         usual: the numbers that the engine takes for missing keys, by rope type.
         when: the date on which the rules were checked.
     """
@@ -61,7 +61,7 @@ def engine_table(file: str) -> dict[str, Any]:
 
 
 class Engine(ABC):
-    """Base of all engines; a subclass holds the rules of one version of an engine."""
+    """Base class of the serving engines; a subclass has the rules by which one version of an engine computes RoPE."""
 
     name: ClassVar[str] = ""
     """The name under which it is registered."""
@@ -99,10 +99,10 @@ class Engine(ABC):
 
     @abstractmethod
     def computes(self, config: Config, length: int | None = None) -> Computed:
-        """Compute frequencies and magnitude from a config.json as the engine does.
+        """Compute frequencies and magnitude from a model's config as the engine does.
 
         Args:
-            config: the config as a plain dict; a composite one with its `text_config`.
+            config: the contents of config.json; for a composite model with the `text_config` in it.
             length: the length in tokens that the engine is started for; None: its default.
 
         Raises:
@@ -111,14 +111,18 @@ class Engine(ABC):
 
     @abstractmethod
     def config_for(self, target: Target) -> ServingConfig:
-        """Return the command and keys with which this engine serves what was measured.
+        """Return the command and config keys with which this engine computes the frequencies and magnitude of a target.
 
         Raises:
-            ServingError: no encoding that the engine reads computes the same; the message gives the reason.
+            ServingError: the engine cannot be made to compute them; the message gives the reason.
         """
 
     def with_plugin(self) -> Engine:
-        """Return this engine with the plug-in of this package loaded; ServingError: there is none for it."""
+        """Return this engine as it computes with this package's plug-in loaded.
+
+        Raises:
+            ServingError: this package has no plug-in for the engine.
+        """
         names = ", ".join(name for name, engine in _ENGINES.items() if engine.has_plugin())
         raise ServingError(
             f"this package has no plug-in for {self.name}, only for {names}; leave out --plugin, or choose one of these"
@@ -130,14 +134,16 @@ class Engine(ABC):
         return cls.with_plugin is not Engine.with_plugin
 
     def serving(self, target: Target, encoding: str, computed: Computed, **fields: Any) -> ServingConfig:
-        """Return a serving config with the fields that are the same for all engines filled in beside `fields`."""
+        """Return a serving config for a target: `fields`, and the fields that are filled in alike for all engines."""
         fields["notes"] = (*fields.get("notes", ()), *self.caveat(target.model_type))
         return ServingConfig(
             self.name, self.version, encoding, target.method, target.length, computed=computed, **fields
         )
 
     def gpu_options(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the options for the GPUs of a server, words of the command, from the values of `GPUMemory.options`.
+        """Return the words of the command line that tell the engine about the GPUs of the server.
+
+        `values` are those of `GPUMemory.options`.
 
         Raises:
             ServingError: the options of this engine are not known.
@@ -148,11 +154,11 @@ class Engine(ABC):
         return tuple(self.on_gpus.format(**values).split())
 
     def checked(self, model_type: str) -> str:
-        """Return how the rules for a family were checked.
+        """Return how this package's rules for a model family were checked.
 
         Returns:
-            "run": against the engine itself. "classes": against the engine's own rotary classes, run apart from it.
-            "read": in its source, and nothing was run.
+            "run": they were compared with the engine itself. "classes": they were compared with the engine's own rotary
+            classes, run apart from it. "read": they were read in its source, and nothing was run.
         """
         if model_type in self.table["run"]:
             return "run"
@@ -160,11 +166,11 @@ class Engine(ABC):
 
     @property
     def was_run(self) -> bool:
-        """True if the rules for any family were checked by running the engine or its classes."""
+        """True if the rules for at least one family were checked by running the engine or its rotary classes."""
         return self.reference or bool(self.table["run"] or self.table["classes"])
 
     def caveat(self, model_type: str) -> tuple[str, ...]:
-        """Return a sentence for a family whose rules were read in the engine's source without running it; else none."""
+        """Return a one-sentence warning, as a tuple, if the rules for a family were never run; else an empty tuple."""
         if self.checked(model_type) != "read":
             return ()
         reasons = [reason for reason, families in self.table["unrun"].items() if model_type in families]
@@ -172,7 +178,7 @@ class Engine(ABC):
         return (f"The rules for {model_type!r} were read in the source of {self.label}, not run{why}.",)
 
     def check_family(self, target: Target) -> None:
-        """Raise a ServingError for a family that the engine does not run as transformers does."""
+        """Raise a ServingError if the engine does not run the target's model family as transformers does."""
         for reason, model_types in self.table["refused"].items():
             if target.model_type in model_types:
                 raise ServingError(
@@ -181,17 +187,20 @@ class Engine(ABC):
                 )
 
     def moved_theta(self, target: Target, theta: float) -> str | None:
-        """Return a clause if a theta would change sliding-window layers, which the method leaves as they are."""
+        """Return the reason why a `rope_theta` would harm layers that the method leaves alone; None: it would not.
+
+        Engines that take one theta for all layers would apply it to the sliding-window layers too.
+        """
         if self.table["families"].get(target.model_type, {}).get("sliding") != "theta":
             return None
         own = target.config["rope_parameters"][target.layer_type]["rope_theta"]
         return None if theta == own else "it takes one theta for all layers, and the method is for some of them"
 
     def check_version(self, version: str | None) -> tuple[str, ...]:
-        """Return notes on serving with another version than the one that the rules were taken from.
+        """Return notes for a user whose version of the engine differs from the one whose rules are known here.
 
         Raises:
-            ServingError: no version number, or a version that does not take these configurations.
+            ServingError: `version` is not a version number, or that version does not take these configurations.
         """
         if version is None or version == self.version:
             return ()
@@ -212,7 +221,11 @@ _ENGINES: dict[str, type[Engine]] = {}
 
 
 def register_engine(name: str) -> Callable[[type[Engine]], type[Engine]]:
-    """Register the decorated class as the engine of a name; ValueError: the name is taken."""
+    """Return a class decorator that registers an engine under `name`.
+
+    Raises:
+        ValueError: another engine has this name already.
+    """
 
     def register(cls: type[Engine]) -> type[Engine]:
         if name in _ENGINES:
@@ -225,20 +238,24 @@ def register_engine(name: str) -> Callable[[type[Engine]], type[Engine]]:
 
 
 def list_engines() -> dict[str, type[Engine]]:
-    """Return every engine by name, the reference first."""
+    """Return the classes of all engines by name; the reference engine, transformers, comes first."""
     return dict(sorted(_ENGINES.items(), key=lambda item: not item[1].reference))
 
 
 def find_engine(name: str) -> Engine:
-    """Return the engine of a name; UnknownMethodError: no engine has it."""
+    """Return the engine with this name.
+
+    Raises:
+        UnknownMethodError: no engine has this name.
+    """
     return entry("engine", name, list_engines(), UnknownMethodError)()
 
 
 def reference_engine() -> Engine:
-    """Return the engine that the others are compared with."""
+    """Return the engine that all others are compared with: transformers."""
     return next(engine() for engine in list_engines().values() if engine.reference)
 
 
 def usual_server() -> str:
-    """Return the name of the engine that commands are for if the user names none."""
+    """Return the name of the engine that `rope-ext` prints commands for if the user names none."""
     return next(name for name, engine in list_engines().items() if engine.usual_server)

@@ -1,4 +1,4 @@
-"""A comparison of two engines: whether one computes from a config what the other does, for short and long inputs."""
+"""Comparison of two engines: do they compute the same numbers from a config, both for short and for long inputs?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLOAT32 = 4e-6
 
 
 def expected_numbers(reference: Engine, config: Config) -> Expected:
-    """Compute a config by the rules of the reference, for the longest inputs and, if those differ, for short ones."""
+    """Compute a config by the reference engine's rules: for the longest inputs, and for short ones if they differ."""
     longest = reference.computes(config)
     assert longest.length is not None
     if longest.by_length:
@@ -25,7 +25,10 @@ def expected_numbers(reference: Engine, config: Config) -> Expected:
 
 
 def engine_difference(engine: Engine, expected: Expected, config: Config) -> str | None:
-    """Return how an engine's numbers for a config differ from the expected ones; None if they agree in float32."""
+    """Return a clause on how an engine's numbers for a config differ from the expected ones.
+
+    It is None if they agree up to the rounding of float32.
+    """
     ours = engine.computes(config, expected[0][0])
     if ours.by_length and len(expected) == 1:  # this engine follows the input, and the reference does not
         expected = (*expected, (1, expected[0][1]))

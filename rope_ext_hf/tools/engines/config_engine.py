@@ -1,4 +1,7 @@
-"""The base of the engines that read a config.json: they share how a method is written down, tried and reported."""
+"""`ConfigEngine`, the base class of the engines that read a model's config.json.
+
+They share the search for config keys with which the engine computes what it should.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ from rope_ext_hf.tools.engines.target import Encoding, Target
 
 
 class ConfigEngine(Engine):
-    """Base of the engines that read a config.json: encodings of a method are tried until one computes the same.
+    """Base class of the engines that read a config.json.
 
-    A subclass says how its engine reads a config (`read`), and overrides the rope types that the engine computes in
-    its own way.
+    To serve a method, it tries several ways to write the method in the config ("encodings"), and takes the first one
+    from which the engine computes the right numbers. A subclass says how its engine reads a config (`read`), and
+    overrides the rope types that the engine computes in its own way.
     """
 
     aliases: ClassVar[Mapping[str, str]] = {"su": "longrope"}
@@ -30,13 +34,13 @@ class ConfigEngine(Engine):
 
     @abstractmethod
     def read(self, config: Config, length: int | None) -> RopeKeys:
-        """Return the keys as the engine reads them; arguments and errors are those of `computes`."""
+        """Return the rope keys of a config as the engine reads them; arguments and errors are those of `computes`."""
 
     def computes(self, config: Config, length: int | None = None) -> Computed:
         return self.by_type(self.read(config, length))
 
     def by_type(self, rope: RopeKeys) -> Computed:
-        """Compute frequencies and magnitude by the rule for the rope type.
+        """Compute frequencies and magnitude by the rule that the engine has for the rope type of `rope`.
 
         Raises:
             ServingError: the engine has no such rope type, or its settings are missing or wrong.
@@ -48,35 +52,42 @@ class ConfigEngine(Engine):
         return rules.get(kind, self.other)(rope)
 
     def linear(self, rope: RopeKeys) -> Computed:
-        """Compute position interpolation (Chen et al. 2023)."""
+        """Compute frequencies by position interpolation (Chen et al. 2023)."""
         return rope.computed(formulas.linear(rope.theta, rope.dim, rope.number("factor")))
 
     def llama3(self, rope: RopeKeys) -> Computed:
-        """Compute Llama 3.1's scaling."""
+        """Compute frequencies by Llama 3.1's scaling."""
         keys = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "factor")
         low, high, original, factor = map(rope.number, keys)
         return rope.computed(formulas.llama3(rope.theta, rope.dim, factor, original, low, high))
 
     @abstractmethod
     def yarn(self, rope: RopeKeys) -> Computed:
-        """Compute YaRN (Peng et al. 2023)."""
+        """Compute frequencies and magnitude by YaRN (Peng et al. 2023), as the engine implements it."""
 
     @abstractmethod
     def longrope(self, rope: RopeKeys) -> Computed:
-        """Compute LongRoPE (Ding et al. 2024)."""
+        """Compute frequencies and magnitude by LongRoPE (Ding et al. 2024), as the engine implements it."""
 
     def other(self, rope: RopeKeys) -> Computed:
-        """Compute a rope type that only this engine has; by default, refuse it."""
+        """Compute frequencies by a rope type that only this engine has; by default raise ServingError."""
         raise ServingError(f"{self.title} {self.version} {self.unknown_type.format(rope.kind)}")
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
-        """Yield the ways to write the method, in order of preference; the first one that computes the same is taken."""
+        """Yield the ways in which the target's method can be written in a config, the preferred one first.
+
+        The first one from which the engine computes the right numbers is taken.
+        """
         yield Encoding("native", target.settings)
         if all(target.inv_freq):  # Gemma 4 has frequencies of 0, for pairs that do not rotate; no list divides to zero
             yield Encoding("longrope with equal lists", self.equal_lists(target))
 
     def equal_lists(self, target: Target) -> dict[str, Any]:
-        """Return the measured frequencies and magnitude as a longrope with two equal lists, which any of them fits."""
+        """Return rope settings of the type longrope that give the target's frequencies and magnitude.
+
+        Both lists of divisors are the same, so that the engine computes the same at every length. Any frequencies can
+        be written this way.
+        """
         kept = {key: value for key, value in target.settings.items() if key in GEOMETRY_KEYS}
         magnitude = target.attention_factor
         return kept | {
@@ -92,17 +103,17 @@ class ConfigEngine(Engine):
         }
 
     def changes(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        """Return the keys of the text config that an encoding changes."""
+        """Return the keys of the text config that must change to write a method in this encoding, with new values."""
         written = {"rope_parameters": target.with_settings(encoding.settings)} | encoding.config
         return {key: value for key, value in written.items() if target.config.get(key) != value}
 
     def config(self, target: Target, changes: dict[str, Any]) -> dict[str, Any]:
-        """Return the text config that the engine reads when it is started with these changes."""
+        """Return the text config that the engine reads when it is started with these changed keys."""
         return {**target.config, **changes}
 
     @abstractmethod
     def served(self, target: Target, encoding: Encoding, changes: dict[str, Any], computed: Computed) -> ServingConfig:
-        """Return the command and the keys for an encoding that computes the same."""
+        """Return the serving config, with command and keys, for an encoding that gives the right numbers."""
 
     def config_for(self, target: Target) -> ServingConfig:
         encodings_by_reason: dict[str, list[str]] = {}
@@ -131,7 +142,7 @@ class ConfigEngine(Engine):
         )
 
     def _refusal(self, target: Target, encoding: Encoding, computed: Computed) -> str | None:
-        """Return the reason why an encoding does not serve what was measured, in a clause; None: it does."""
+        """Return a clause on why the numbers that an encoding gives do not serve the target; None: they do."""
         reason = computed.difference(target.inv_freq, target.attention_factor, target.softmax_scale)
         if reason is None and computed.table is not None and computed.table < target.length:
             reason = f"its table of angles ends at position {computed.table:,}"
@@ -143,7 +154,10 @@ class ConfigEngine(Engine):
 
 
 def other_engines() -> list[Engine]:
-    """Return the engines to compare with the reference: all that read a config.json, and their former versions."""
+    """Return the engines to compare with the reference, transformers 5.
+
+    They are all others that read a config.json, and former major versions such as transformers 4.
+    """
     engines: list[Engine] = []
     for cls in list_engines().values():
         if not issubclass(cls, ConfigEngine):

@@ -1,8 +1,8 @@
-"""ExLlamaV3: turboderp-org/exllamav3 1.6.5.
+"""The rules by which ExLlamaV3 (turboderp-org/exllamav3 1.6.5) computes RoPE from a config.
 
-Read: exllamav3/util/rope.py, `read_rope_settings_default` of model/config.py, `read_dict` of util/file.py, and which
-keys architecture/llama.py, mistral.py, qwen2.py, qwen3.py, qwen3_moe.py, qwen3_vl.py, mixtral.py, phi3.py, gemma3.py,
-gpt_oss.py and deepseek_v3.py hand to them.
+They were read in exllamav3/util/rope.py, in `read_rope_settings_default` of model/config.py, in `read_dict` of
+util/file.py, and in llama.py, mistral.py, qwen2.py, qwen3.py, qwen3_moe.py, qwen3_vl.py, mixtral.py, phi3.py,
+gemma3.py, gpt_oss.py and deepseek_v3.py of architecture/, for the keys that each family passes on.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from rope_ext_hf.tools.engines.target import Encoding, Target
 
 @register_engine("exllamav3")
 class ExLlamaV3(FormerSpellingEngine):
-    """ExLlamaV3, which TabbyAPI serves.
+    """ExLlamaV3, the engine that TabbyAPI serves with.
 
-    It takes no overrides, so the keys go into the folder with the quantised weights.
+    It takes no overrides of the config on its command line, so the keys are written into config.json in the folder with
+    the quantised weights.
     """
 
     title = "ExLlamaV3"

@@ -1,6 +1,7 @@
-"""The base of the engines that read a config as transformers 4 wrote it, and take no overrides on the command line.
+"""Base class of the engines that read config.json as transformers 4 wrote it, and take no overrides of it.
 
-transformers 4 wrote `rope_theta` and `rope_scaling` at the top level; transformers 5 writes `rope_parameters`.
+transformers 4 wrote `rope_theta` and `rope_scaling` at the top level; transformers 5 writes `rope_parameters`. Since
+these engines have no option that overrides the config, the keys are written into a copy of the model's folder.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from rope_ext_hf.tools.engines.target import Encoding, Target
 
 
 class FormerSpellingEngine(ConfigEngine):
-    """Base of engines for which the keys are written into config.json in a copy of the folder."""
+    """Base class of the engines that are given a method by changing config.json in a copy of the model's folder.
+
+    They read the keys as transformers 4 wrote them: `rope_theta` and `rope_scaling`.
+    """
 
     where: ClassVar[str] = "Write these keys into config.json in a copy of the model's folder, FOLDER."
 
@@ -41,9 +45,10 @@ class FormerSpellingEngine(ConfigEngine):
             yield Encoding(encoding.name, settings, changed)
 
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
-        """Change YaRN's settings and the further keys in place, so that the engine computes the target's magnitude.
+        """Change YaRN's rope settings and other config keys in place, so that the engine gets the target's magnitude.
 
-        By default nothing is changed.
+        By default nothing is changed. `settings` become `rope_scaling`, and `changed` are keys at the top level of the
+        config.
         """
 
     def config(self, target: Target, changes: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +67,10 @@ class FormerSpellingEngine(ConfigEngine):
         return encoding.config | local | {"rope_scaling": scaling}
 
     def command(self, target: Target) -> tuple[str, ...]:
-        """Return the command line that serves FOLDER; by default none, because another program serves it."""
+        """Return the command line that serves the changed copy of the model's folder, called FOLDER.
+
+        By default it is empty: another program serves the folder.
+        """
         return ()
 
     def served(self, target: Target, encoding: Encoding, changes: dict[str, Any], computed: Computed) -> ServingConfig:
@@ -76,10 +84,10 @@ class FormerSpellingEngine(ConfigEngine):
         )
 
     def known_text(self, config: Config) -> tuple[dict[str, Any], str]:
-        """Return the text config, with the rope keys that the engine reads, and its model type.
+        """Return the text config with the rope keys where the engine looks for them, and the model type.
 
         Raises:
-            NotCheckedError: the table has no such family.
+            NotCheckedError: the engine's table does not have this family.
         """
         text = text_settings(config)
         model_type = str(text.get("model_type"))
@@ -95,10 +103,12 @@ class FormerSpellingEngine(ConfigEngine):
         return text, model_type
 
     def passed_type(self, model_type: str, kind: str) -> tuple[str, tuple[str, ...]]:
-        """Return the rope type that a family's file passes to the rotary class, and a note if it drops the stated one.
+        """Return the rope type that the engine really uses for a model family, given the type `kind` of the config.
+
+        Some families ignore the config's type; the second value then is a note that says so, else it is empty.
 
         Raises:
-            ServingError: the file stops at this rope type.
+            ServingError: the engine's code for this family refuses the rope type.
         """
         types = self.table["families"][model_type].get("types")
         if types is None or kind in types or kind == "default":
@@ -108,7 +118,7 @@ class FormerSpellingEngine(ConfigEngine):
         return "default", (f"{model_type}: the rope type {kind} is ignored.",)
 
     def longrope(self, rope: RopeKeys) -> Computed:
-        """Compute a longrope that takes one list, the long one, for every input."""
+        """Compute LongRoPE as engines do that use the list `long_factor` for every input, however short."""
         original = rope.number("original_max_position_embeddings")
         notes: tuple[str, ...] = ()
         inv_freq = rope.divided("long_factor")
@@ -118,7 +128,10 @@ class FormerSpellingEngine(ConfigEngine):
 
 
 def set_length_for_factor(settings: Config, changed: dict[str, Any]) -> None:
-    """Set max_position_embeddings so that an engine which divides it by the original length gets YaRN's factor."""
+    """Set max_position_embeddings to YaRN's factor times the original length.
+
+    Some engines take the quotient of these two lengths as the factor.
+    """
     length = settings["factor"] * settings["original_max_position_embeddings"]
     if length == int(length):
         changed["max_position_embeddings"] = int(length)

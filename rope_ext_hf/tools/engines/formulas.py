@@ -1,7 +1,7 @@
-"""The frequency formulas that serving engines share, on lists of float64; symbols as in methods/base.py.
+"""Formulas for RoPE frequencies that several serving engines share; symbols as in methods/base.py.
 
-Each function returns the frequencies in radians per position, one for each of the dim / 2 rotated pairs. The engines'
-own code computes them in float32.
+Each function returns a list of float64 frequencies in radians per position, one for each of the dim / 2 rotated pairs.
+The engines' own code computes them in float32.
 
 methods/ has most of these formulas too. They are written a second time here, so that comparing an engine with a method
 compares two implementations, and not one formula with itself.
@@ -26,12 +26,12 @@ def linear(theta: float, dim: int, factor: float) -> list[float]:
 
 
 def alpha_theta(theta: float, dim: int, alpha: float) -> float:
-    """Return the base under HunYuan's scaling by `alpha`: b alpha^(d / (d - 2))."""
+    """Return the RoPE base under HunYuan's scaling by `alpha`: b alpha^(d / (d - 2))."""
     return theta * float(alpha ** (dim / (dim - 2)))
 
 
 def divided(theta: float, dim: int, divisors: Sequence[float]) -> list[float]:
-    """Return the frequencies of LongRoPE: each one divided by a divisor of its own."""
+    """Return the frequencies of LongRoPE: the frequency of each pair is divided by that pair's own divisor."""
     return [float(theta) ** (-2 * pair / dim) / divisor for pair, divisor in enumerate(divisors)]
 
 
@@ -44,9 +44,10 @@ def yarn(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> list[float]:
-    """Return YaRN's frequencies: a ramp over the pairs leads from kept frequencies to interpolated ones.
+    """Return YaRN's frequencies: fast pairs keep theirs, slow pairs are interpolated, and a ramp leads between them.
 
-    `original` is in tokens. With `truncate` the ends of the ramp are rounded to whole pairs.
+    `original` is the original context length in tokens. With `truncate` the ends of the ramp are rounded to whole
+    pairs.
     """
     low = dim * math.log(original / (beta_fast * 2 * math.pi)) / (2 * math.log(theta))
     high = dim * math.log(original / (beta_slow * 2 * math.pi)) / (2 * math.log(theta))
@@ -64,7 +65,10 @@ def yarn(
 
 
 def llama3(theta: float, dim: int, factor: float, original: float, low: float, high: float) -> list[float]:
-    """Return Llama 3.1's frequencies: a ramp, in turns over the original length, from interpolated to kept ones."""
+    """Return Llama 3.1's frequencies: slow pairs are interpolated, fast pairs keep theirs, with a ramp between them.
+
+    The ramp runs over the number of turns that a pair makes within the original length, from `low` to `high`.
+    """
     result = []
     for value in plain(theta, dim):
         wavelength = 2 * math.pi / value

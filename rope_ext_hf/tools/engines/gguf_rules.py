@@ -1,11 +1,11 @@
-"""The rules of GGUF files: what llama.cpp's converter writes into one, and what its graphs compute from it.
+"""Rules of llama.cpp for RoPE: what its converter writes into a GGUF file, and what its graphs compute from the file.
 
-Source: ggml-org/llama.cpp, b11549.
+A graph is llama.cpp's code for one model architecture. The rules are those of ggml-org/llama.cpp, b11549.
 
-Read: src/llama-context.cpp (constructor of llama_context), src/llama-model.cpp (load_hparams, get_rope_factors),
-src/models/llama.cpp, phi3.cpp, gemma3.cpp, deepseek2.cpp, grok.cpp, mistral3.cpp, hunyuan-vl.cpp, and
-`ggml_rope_yarn_corr_dims` and `rope_yarn` of ggml; conversion/base.py and hunyuan.py write the keys. Llama, Phi-3 and
-Qwen3 were compared with a build: checks/llama_cpp_engine.py.
+They were read in src/llama-context.cpp (constructor of llama_context), src/llama-model.cpp (load_hparams,
+get_rope_factors), src/models/llama.cpp, phi3.cpp, gemma3.cpp, deepseek2.cpp, grok.cpp, mistral3.cpp, hunyuan-vl.cpp,
+and `ggml_rope_yarn_corr_dims` and `rope_yarn` of ggml; conversion/base.py and hunyuan.py write the keys. Llama, Phi-3
+and Qwen3 were compared with a build: checks/llama_cpp_engine.py.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class FileRope:
 
 
 def converted(config: Config) -> FileRope:
-    """Return the keys and tensors that llama.cpp's converter writes into a GGUF file for a config.
+    """Return the RoPE keys and tensors that llama.cpp's converter writes into a GGUF file for a model with this config.
 
     Raises:
-        NotCheckedError: the table has no such family.
-        ServingError: the converter or the graph does not carry over the rope settings.
+        NotCheckedError: the converter's rules for this family are not known here.
+        ServingError: the rope settings of the config are lost in the converter, or when llama.cpp runs the file.
     """
     text = text_settings(config)
     settings, model_type = rope_settings(text), str(text.get("model_type"))
@@ -134,7 +134,11 @@ def converted(config: Config) -> FileRope:
 
 
 def _hunyuan_keys(text: Config, settings: Config, architecture: str, dim: int) -> dict[str, Any]:
-    """Return the keys for a HunYuan with `alpha`; ServingError: numbers at which the converter stops."""
+    """Return the GGUF keys for a HunYuan model whose dynamic scaling has `alpha`.
+
+    Raises:
+        ServingError: the converter refuses these settings.
+    """
     theta, length, moe = settings["rope_theta"], length_setting(text), architecture == "hunyuan-moe"
     alpha = needed(settings, "alpha", None if moe else 50.0)
     if theta != 10000 or length not in (32 * 1024, _CONVERTED_LENGTH) or (moe and (alpha, dim) != (1000, 128)):
@@ -152,7 +156,7 @@ def _hunyuan_keys(text: Config, settings: Config, architecture: str, dim: int) -
 
 
 def scaling_keys(settings: Config) -> dict[str, Any]:
-    """Return the keys of a linear scaling or of YaRN; none for the rope type "default"."""
+    """Return the GGUF keys for rope settings of the type linear or yarn; none for the rope type "default"."""
     kind = settings["rope_type"]
     if kind == "default":
         return {}
@@ -166,15 +170,16 @@ def scaling_keys(settings: Config) -> dict[str, Any]:
 
 
 def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool = False) -> Computed:
-    """Compute frequencies and magnitude from a GGUF file as llama.cpp does.
+    """Compute RoPE frequencies and magnitude from a GGUF file as llama.cpp does.
 
     Args:
         file: the rotary embedding that the file describes.
         length: the tokens of context that are allocated (`-c`); None: those that the file states.
-        by_flags: the keys stand for flags of `llama-server`, which reach graphs that do not read them from the file.
+        by_flags: treat the keys as flags of `llama-server`. Flags have an effect for every architecture, while
+            llama.cpp does not read some of the keys from the files of most architectures.
 
     Raises:
-        NotCheckedError: the rules of the graph are not written down here.
+        NotCheckedError: the rules for this architecture are not known here.
         ServingError: llama.cpp does not load the file, or its numbers make no sense.
     """
     keys = file.keys
@@ -219,7 +224,10 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
 
 
 def _divisors(file: FileRope, kind: str, *, long: bool) -> Sequence[float]:
-    """Return the numbers that the graph divides the frequencies by, one for each rotated pair."""
+    """Return the numbers by which llama.cpp divides the frequencies, one for each rotated pair.
+
+    `long` chooses the list for long inputs, where the file has one list for them and one for short inputs.
+    """
     names = _TENSORS[file.architecture]  # the loader stops at tensors that the graph does not read
     read = FACTOR_LISTS if names and kind == "longrope" else names
     if stray := [name for name in file.tensors if name not in read]:
@@ -242,7 +250,7 @@ def _divisors(file: FileRope, kind: str, *, long: bool) -> Sequence[float]:
 
 
 def unread_keys(architecture: str) -> tuple[str, ...]:
-    """Return the keys that the graph of an architecture does not read from its file."""
+    """Return the RoPE keys that llama.cpp does not read from GGUF files of this architecture."""
     unread = [key for key in UNREAD if key not in BETAS or architecture not in _READS_BETAS]
     if architecture not in _READS_ALPHA:
         unread.append(_ALPHA)
@@ -254,7 +262,7 @@ def unread_keys(architecture: str) -> tuple[str, ...]:
 def _notes_on_unread_keys(
     file: FileRope, kind: str, yarn_by_betas: Callable[[float, float], Sequence[float]]
 ) -> tuple[str, ...]:
-    """Return sentences on keys of the file that the graph does not read, and that would change what it computes.
+    """Return sentences on keys of a GGUF file that llama.cpp ignores for its architecture, but that would matter.
 
     `yarn_by_betas` computes YaRN's frequencies for a beta_fast and a beta_slow, everything else as in the file.
     """

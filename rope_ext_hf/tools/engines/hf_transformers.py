@@ -1,4 +1,7 @@
-"""transformers: huggingface/transformers 5.23.0 and 4.57.6, src/transformers/modeling_rope_utils.py."""
+"""The rules by which transformers (5.23.0 and 4.57.6) computes RoPE from a config.
+
+They were read in src/transformers/modeling_rope_utils.py of huggingface/transformers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ NTK_ALPHA_FAMILIES = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
 
 
 class _Rules(ConfigEngine):
-    """Base of the versions of transformers."""
+    """Rules that transformers 4 and 5 share; each version has a subclass."""
 
     title = "transformers"
     unknown_type = "has no rope type {!r}"
@@ -120,7 +123,7 @@ class _FormerTransformers(_Rules):
 
 @register_engine("transformers")
 class Transformers(_Rules):
-    """transformers 5 without this package."""
+    """transformers 5 without this package: the reference that other engines are compared with."""
 
     version = "5.23.0"
     reference = True

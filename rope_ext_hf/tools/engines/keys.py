@@ -1,6 +1,6 @@
-"""The rope keys that engines read from a config.json (`RopeKeys`), and the numbers they compute (`Computed`).
+"""`RopeKeys`, the rope keys that engines read from a config.json, and `Computed`, the numbers they compute from them.
 
-The keys that this package's plug-ins for engines read stand here too.
+The rope settings that this package's plug-ins for engines read are defined here too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ REMAPPING_KEY = "remapping"
 
 
 def check_sliding_layers(text: Config, every: int, engine: str) -> None:
-    """Refuse a Gemma 3 whose full-attention layers are not exactly every `every`-th layer, as an engine assumes."""
+    """Raise ServingError for a Gemma 3 whose layers do not alternate as the engine takes for granted.
+
+    The engine takes every `every`-th layer as one with full attention, and all others as sliding-window layers.
+    """
     if text.get("model_type") != "gemma3_text":
         return
     layers = text.get("layer_types")
@@ -46,10 +49,10 @@ def length_setting(text: Config) -> int:
 
 
 def rope_divisors(settings: Config, key: str, dim: int) -> list[float]:
-    """Return one of the lists of a longrope: a divisor above 0 for each rotated pair.
+    """Return one of the two lists of rope settings of the type longrope: a divisor above 0 for each rotated pair.
 
     Raises:
-        ServingError: no such list, one of another length, or a number in it that is not above 0.
+        ServingError: the list is missing or has the wrong length, or a number in it is not above 0.
     """
     values = settings.get(key)
     if not isinstance(values, (list, tuple)) or len(values) != dim // 2:
@@ -60,11 +63,12 @@ def rope_divisors(settings: Config, key: str, dim: int) -> list[float]:
 
 
 def plugin_settings(settings: Config) -> dict[str, Any] | None:
-    """Return rope settings for a plug-in with `inv_freq` and `attention_factor` under these names; None without them.
+    """Return rope settings for this package's plug-in, with the keys `inv_freq` and `attention_factor`.
 
-    Some models of vLLM pass on only certain keys, so these carry the numbers under other names: its gpt-oss passes on
-    YaRN's keys alone, and `beta_fast` holds the frequencies, `beta_slow` the magnitude. Its DeepSeek means something
-    else by an `attention_factor` of 1, and the magnitude is in `magnitude`.
+    Return None if the settings are not for the plug-in. The two numbers may stand under other names, since vLLM's code
+    for some models passes on only certain keys. Its gpt-oss passes on YaRN's keys alone, so `beta_fast` holds the
+    frequencies and `beta_slow` the magnitude. Its DeepSeek has another use for `attention_factor`, so `magnitude` holds
+    the magnitude.
     """
     if "inv_freq" in settings:
         return {"attention_factor": settings.get("magnitude")} | dict(settings)
@@ -74,7 +78,7 @@ def plugin_settings(settings: Config) -> dict[str, Any] | None:
 
 
 def plugin_frequencies(settings: Config) -> tuple[tuple[float, ...], float]:
-    """Return the frequencies and the magnitude that settings for a plug-in carry."""
+    """Return the frequencies and the magnitude that are written in rope settings for this package's plug-in."""
     numbers = plugin_settings(settings) or {}
     return tuple(map(float, json.loads(numbers["inv_freq"]))), float(numbers["attention_factor"])
 
@@ -84,7 +88,7 @@ _EXACT = 1e-6  # the largest relative difference of frequencies and magnitudes t
 
 @dataclass(frozen=True)
 class Computed:
-    """The numbers that an engine computes from a config."""
+    """The RoPE frequencies, magnitude and length that an engine computes from a config or a GGUF file."""
 
     inv_freq: tuple[float, ...]  # radians per position, for every rotated pair of a full-attention layer
     attention_factor: float  # the number that cos and sin are multiplied by
@@ -97,9 +101,9 @@ class Computed:
     def difference(
         self, inv_freq: Sequence[float], attention_factor: float, softmax_scale: float, *, within: float = _EXACT
     ) -> str | None:
-        """Return a clause on the first number that differs from these by more than `within`; None if all agree.
+        """Return a clause on the first of the given numbers that differs from those of the engine; None if all agree.
 
-        Differences are relative.
+        Numbers agree if their relative difference is at most `within`.
         """
         if len(inv_freq) != len(self.inv_freq):
             return f"it rotates {len(self.inv_freq)} pairs, not {len(inv_freq)}"
@@ -117,7 +121,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class RopeKeys:
-    """The keys that an engine reads from a config, and the numbers that do not depend on the rope type."""
+    """The keys for RoPE that an engine reads from a config, with the length and other values for any rope type."""
 
     text: Config  # the text config
     settings: Config  # its rope settings, with the base as `rope_theta`
@@ -134,7 +138,7 @@ class RopeKeys:
 
     @classmethod
     def of(cls, config: Config, started_for: int | None) -> RopeKeys:
-        """Return the keys of a config as transformers standardises them.
+        """Return the rope keys of a config, in the form in which transformers 5 standardises them.
 
         `started_for` is the length in tokens that the engine is started with; None: max_position_embeddings.
         """
@@ -151,30 +155,43 @@ class RopeKeys:
         return float(self.settings["rope_theta"])
 
     def number(self, key: str) -> float:
-        """Return a number of the rope settings, else the usual one; ServingError: there is neither."""
+        """Return the number under a key of the rope settings, or the engine's default where the key is missing.
+
+        Raises:
+            ServingError: the key is missing, and the engine has no default.
+        """
         return needed(self.settings, key, self.usual.get(key))
 
     def yarn(self, factor: float, original: float, *, truncate: bool) -> list[float]:
-        """Return the frequencies of YaRN with the betas of the settings."""
+        """Return YaRN's frequencies, with beta_fast and beta_slow from the rope settings."""
         fast, slow = self.settings.get("beta_fast") or 32.0, self.settings.get("beta_slow") or 1.0
         return formulas.yarn(self.theta, self.dim, factor, original, fast, slow, truncate)
 
     def mscale_ratio(self, factor: float) -> float:
-        """Return the magnitude of YaRN by DeepSeek's mscale and mscale_all_dim, which are 1 and 0 if missing."""
+        """Return the magnitude of YaRN in DeepSeek's models, from the keys mscale and mscale_all_dim.
+
+        Where they are missing, mscale is 1 and mscale_all_dim is 0.
+        """
         mscale, all_dim = float(self.settings.get("mscale", 1)), float(self.settings.get("mscale_all_dim", 0))
         return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
 
     @property
     def latent_scale(self) -> float:
-        """The multiple of the softmax scale in DeepSeek's models: the squared magnitude by mscale_all_dim."""
+        """The number by which DeepSeek's attention multiplies its softmax scale under YaRN; 1 without mscale_all_dim.
+
+        It is the square of YaRN's magnitude at mscale_all_dim. DeepSeek's attention is called latent attention.
+        """
         if not self.settings.get("mscale_all_dim"):
             return 1.0
         return yarn_magnitude(self.number("factor"), needed(self.settings, "mscale_all_dim")) ** 2
 
     def divided(self, key: str) -> list[float]:
-        """Return the frequencies of LongRoPE by one of its lists, "long_factor" or "short_factor"."""
+        """Return LongRoPE's frequencies for one of its lists of divisors; `key` is "long_factor" or "short_factor"."""
         return formulas.divided(self.theta, self.dim, rope_divisors(self.settings, key, self.dim))
 
     def computed(self, inv_freq: Sequence[float], magnitude: float = 1.0, *notes: str) -> Computed:
-        """Return these frequencies and magnitude with the length and the notes of the keys, and further notes."""
+        """Return a `Computed` with this inv_freq and magnitude, and with the length and other fields of these keys.
+
+        `notes` are added to those that these keys have already.
+        """
         return Computed(tuple(inv_freq), magnitude, self.length, self.table, self.softmax_scale, (*self.notes, *notes))

@@ -1,4 +1,7 @@
-"""llama.cpp, and the other programs that run its GGUF files; `gguf_rules` names the source and has the rules."""
+"""Serving with llama.cpp, and with Ollama and other programs that run its GGUF files.
+
+`gguf_rules` has the rules by which they compute RoPE, and names their source.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ from rope_ext_hf.tools.engines.target import Target
 
 @dataclass(frozen=True)
 class _ServedFile:
-    """A GGUF file that may compute what was measured; its context length is the length to serve."""
+    """A possible GGUF file for a target: from it, llama.cpp may compute the frequencies that the target should have.
+
+    The context length that the file states is the length to serve.
+    """
 
     name: str  # the name of the encoding, for reports
     file: FileRope
@@ -43,7 +49,7 @@ class _ServedFile:
 
 
 class _GGUFEngine(Engine):
-    """Base of the programs that run GGUF files with llama.cpp's graphs."""
+    """Base class of the programs that run GGUF files with llama.cpp's code."""
 
     version = VERSION
     table = engine_table("llama_cpp")
@@ -77,7 +83,7 @@ class _GGUFEngine(Engine):
         )
 
     def _refusal(self, target: Target, candidate: _ServedFile, computed: Computed) -> str | None:
-        """Return the reason why a file does not serve what was measured, in a clause; None: it does."""
+        """Return a clause on why the numbers that a GGUF file gives do not serve the target; None: they do."""
         reason = computed.difference(target.inv_freq, target.attention_factor, 1.0)
         if reason is not None:
             return reason
@@ -90,11 +96,11 @@ class _GGUFEngine(Engine):
         return self.moved_theta(target, candidate.file.keys["rope.freq_base"])
 
     def computed(self, candidate: _ServedFile) -> Computed:
-        """Return the numbers that the program computes when it is started on this file."""
+        """Return the frequencies, magnitude and length that this program computes when it runs the candidate file."""
         return candidate.computed
 
     def served(self, target: Target, candidate: _ServedFile, computed: Computed) -> ServingConfig:
-        """Return the keys and tensors of the file, and the command that starts the program on it."""
+        """Return the serving config for a suitable file: its keys and tensors, and the command that runs it."""
         file = candidate.file
         return self.serving(
             target,
@@ -122,7 +128,7 @@ class _GGUFEngine(Engine):
 
 @functools.lru_cache(maxsize=1)  # llama.cpp, GGUF and Ollama are configured for the same target one after the other
 def _candidates(target: Target) -> tuple[_ServedFile, ...]:
-    """Return the files that may compute what was measured, in order of preference."""
+    """Return the GGUF files from which llama.cpp may compute the target's frequencies, the preferred one first."""
     check_sliding_layers(target.config, 6, "llama.cpp")
     try:
         own = converted(target.config)
@@ -164,9 +170,9 @@ def _candidates(target: Target) -> tuple[_ServedFile, ...]:
 
 
 def _ratio(own: FileRope, target: Target) -> float | None:
-    """Return the factor by which all measured frequencies lie below those of the model's own file.
+    """Return the factor by which all frequencies of the target are lower than those of the model's own GGUF file.
 
-    None: they do not lie below them by one factor, or the file's own frequencies are not known.
+    It is None if they are not lower by one and the same factor, or if the file's own frequencies are not known.
     """
     try:
         unscaled = FileRope(own.architecture, own.dim, own.keys | {"rope.scaling.type": "none"}, own.tensors)
@@ -179,7 +185,7 @@ def _ratio(own: FileRope, target: Target) -> float | None:
 
 @register_engine("llama.cpp")
 class LlamaCpp(_GGUFEngine):
-    """llama.cpp: flags of llama-server if they are enough, else a rewritten GGUF file."""
+    """llama.cpp, served with flags of llama-server if they are enough, else with a rewritten GGUF file."""
 
     drafts = (
         "The flags go to the model of --model-draft as well (params_dft of tools/server/server-context.cpp); what the "
@@ -202,10 +208,11 @@ class LlamaCpp(_GGUFEngine):
 def _flags(
     own: FileRope | None, file: FileRope, removed: tuple[str, ...], *, beyond_flags: bool
 ) -> tuple[str, ...] | None:
-    """Return the flags of llama-server that make the model's own file compute what another one does.
+    """Return flags of llama-server with which the model's own file, `own`, computes the same as another file, `file`.
 
-    None: flags cannot, because tensors differ, or a key that no flag sets, or (`beyond_flags`) because the rope keys
-    must change in layers that flags do not reach.
+    Return None if flags cannot do it: because the tensors differ or a key differs that no flag sets, or because flags
+    do not reach layers in which the rope keys must change (`beyond_flags`). `removed` names the tensors that must not
+    be there.
     """
     if own is None or file.tensors != own.tensors or not own.tensors.keys().isdisjoint(removed):
         return None

@@ -1,7 +1,8 @@
-"""mlx-lm: ml-explore/mlx-lm 0.32.2.
+"""The rules by which mlx-lm (ml-explore/mlx-lm 0.32.2) computes RoPE from a config.
 
-Read: mlx_lm/models/rope_utils.py, and which keys llama.py, qwen2.py, qwen3.py, phi3.py, gemma3_text.py, gpt_oss.py,
-deepseek_v3.py and qwen3_vl.py hand to it. They read top-level `rope_theta` and `rope_scaling`, not `rope_parameters`.
+They were read in mlx_lm/models/rope_utils.py, and in llama.py, qwen2.py, qwen3.py, phi3.py, gemma3_text.py, gpt_oss.py,
+deepseek_v3.py and qwen3_vl.py beside it, for the keys that each family passes on. These files read top-level
+`rope_theta` and `rope_scaling`, not `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @register_engine("mlx")
 class MLX(FormerSpellingEngine):
-    """mlx-lm, started with `mlx_lm.server`; it takes no overrides, so the keys go into a copy of the folder."""
+    """mlx-lm, started with `mlx_lm.server`.
+
+    It takes no overrides of the config, so the keys are written into config.json in a copy of the model's folder.
+    """
 
     title = "mlx-lm"
     version = "0.32.2"

@@ -1,4 +1,4 @@
-"""The base of the engines that take overrides of the config on their command line, and can load a plug-in."""
+"""Base class of vLLM and SGLang, which take overrides of config.json on their command line, and can load a plug-in."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _BY_PLUGIN = "frequencies for the plug-in"  # the name of the encoding, in repor
 
 
 class OverridingEngine(ConfigEngine):
-    """Base of the engines that are started with overrides, as JSON, instead of a changed config.json."""
+    """Base class of the engines that take JSON on their command line which overrides keys of config.json."""
 
     unknown_type = "freezes or refuses the rope type {!r}"
     option: ClassVar[str]  # the option that takes the overrides, as JSON
 
     @abstractmethod
     def start(self, target: Target) -> tuple[str, ...]:
-        """Return the command line without the overrides."""
+        """Return the command line that starts the engine for a target, without the overrides of the config."""
 
     def spelled(self, target: Target, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return rope settings with the engine's own keys added; by default as they are."""
+        """Return rope settings with the keys that only this engine has added to them; by default unchanged."""
         return settings
 
     def stated_length(self, target: Target, settings: dict[str, Any]) -> int:
-        """Return the max_position_embeddings from which the engine derives the length to serve."""
+        """Return the value for max_position_embeddings from which the engine derives the length to be served."""
         return target.length
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
@@ -68,7 +68,14 @@ class OverridingEngine(ConfigEngine):
         return super().other(rope)
 
     def by_plugin(self, rope: RopeKeys, length: int | None, *, latent: bool) -> Computed:
-        """Compute settings for the plug-in; ServingError: the engine's model file does not pass them on."""
+        """Return the frequencies and magnitude that the engine computes with this package's plug-in.
+
+        `latent` says that the model has DeepSeek's latent attention, with a softmax scale that depends on the rope
+        settings.
+
+        Raises:
+            ServingError: the engine's code for this family does not pass the rope settings to the plug-in.
+        """
         if rope.model_type in self.table["theta_alone"]:
             raise ServingError(
                 f"its file for {rope.model_type} passes on theta alone, so the plug-in would get no settings"
@@ -109,7 +116,10 @@ class OverridingEngine(ConfigEngine):
 
 
 def plugin_encoding(target: Target, **more: Any) -> Encoding:
-    """Return the frequencies and magnitude of a target as settings that the plug-ins read, and `more` settings."""
+    """Return an encoding for this package's plug-in: settings with the target's frequencies and magnitude.
+
+    `more` are further settings.
+    """
     settings = {key: value for key, value in target.settings.items() if key in GEOMETRY_KEYS} | {
         "rope_type": PLUGIN_TYPE,
         "rope_theta": target.theta,

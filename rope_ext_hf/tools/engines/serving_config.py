@@ -1,4 +1,4 @@
-"""The output of an engine's rules: the command, and the keys and tensors, with which it serves a model."""
+"""`ServingConfig`: the command, config keys and GGUF tensors with which an engine serves a model with a RoPE method."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rope_ext_hf.tools.engines.keys import Computed
 
 @dataclass(frozen=True, repr=False)
 class ServingConfig(ShownAsTables):
-    """The command, config keys and GGUF metadata with which an engine serves what was measured.
+    """The command, config keys and GGUF metadata with which an engine computes RoPE as it was measured here.
 
     As text it is a block to copy into a shell: everything but the command is a comment.
 
@@ -31,10 +31,10 @@ class ServingConfig(ShownAsTables):
         gguf_keys: metadata to write into the GGUF file.
         gguf_tensors: float32 tensors to write into the GGUF file, by name.
         gguf_removed: tensors to leave out of the GGUF file, by name.
-        computed: the frequencies, magnitude and length that the engine computes from this.
+        computed: the frequencies, magnitude and length that the engine computes from this config.
         notes: further remarks, in sentences.
-        by_folder: two command lines that serve the same from a patched folder, which needs no overrides; empty: no
-            folder makes it shorter.
+        by_folder: two commands that do the same with a patched folder, for which the engine needs no overrides; empty
+            where this would not be shorter.
     """
 
     engine: str
@@ -58,13 +58,13 @@ class ServingConfig(ShownAsTables):
 
     @property
     def _command_text(self) -> str:
-        """The command, one option a line."""
+        """The command as text, with each option on a line of its own."""
         words = map(shlex.quote, self.command)
         return " ".join([f"\\\n  {word}" if word.startswith("--") else word for word in words])
 
     @property
     def _files(self) -> Rows:
-        """The contents of files, each under a title."""
+        """Contents of the files to write, each under a title."""
         keys = self.config_keys if self.config_keys != self.overrides else {}
         tensors = [
             (f"GGUF tensor {name}, {len(values)} x float32", short(", ".join(map(str, values)), 60))

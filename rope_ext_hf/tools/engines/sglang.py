@@ -1,9 +1,9 @@
-"""SGLang: sgl-project/sglang 0.5.23.
+"""The rules by which SGLang (sgl-project/sglang 0.5.23) computes RoPE from a config.
 
-Read: python/sglang/srt/layers/rotary_embedding/ (factory.py, yarn.py, mrope.py, rope_variant.py), models/llama.py,
-qwen2.py, qwen3.py, gemma3_causal.py, gpt_oss.py, mixtral.py, deepseek_v2.py, configs/model_config.py,
-utils/hf_transformers/ (config.py, common.py), plugins/ (__init__.py, hook_registry.py), and what every file of
-models/ hands to get_rope.
+They were read in python/sglang/srt/layers/rotary_embedding/ (factory.py, yarn.py, mrope.py, rope_variant.py), in
+models/llama.py, qwen2.py, qwen3.py, gemma3_causal.py, gpt_oss.py, mixtral.py, deepseek_v2.py, configs/model_config.py,
+utils/hf_transformers/ (config.py, common.py) and plugins/ (__init__.py, hook_registry.py), and in every file of
+models/, for the arguments that it passes to get_rope.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class SGLang(OverridingEngine):
 
 
 class _SGLangWithPlugin(SGLang):
-    """SGLang with this package installed beside it: the plug-in builds a table of any frequencies."""
+    """SGLang with this package installed beside it; the package's plug-in lets it compute RoPE with any frequencies."""
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         parameters = target.config["rope_parameters"]
@@ -128,7 +128,7 @@ class _SGLangWithPlugin(SGLang):
 
 
 def _yarn_magnitude(settings: Config) -> float:
-    """Return YaRN's magnitude, which SGLang multiplies by attn_factor."""
+    """Return YaRN's magnitude as SGLang computes it: multiplied by the setting attn_factor."""
     factor = needed(settings, "factor", 1.0)
     mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
     if mscale is not None and all_dim is not None:
@@ -137,6 +137,6 @@ def _yarn_magnitude(settings: Config) -> float:
 
 
 def _check_settings_reach(model_type: str) -> None:
-    """Raise a NotCheckedError for a family whose file does not read the rope settings of the config."""
+    """Raise a NotCheckedError if SGLang's code for a model family does not read the rope settings of the config."""
     if model_type == "longcat_flash":
         raise NotCheckedError("its file for longcat_flash reads rope_scaling from a config class of its own")

@@ -1,4 +1,4 @@
-"""The input of an engine's rules: a model with its method (`Target`), and one way to write it down (`Encoding`)."""
+"""`Target`, a model with a RoPE method that an engine is to serve, and `Encoding`, one way to write it in a config."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rope_ext_hf.patches.config_keys import Config
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A model with its method: the numbers that were measured, and that an engine is to compute.
+    """A model with a RoPE method that an engine is to serve, and the numbers that the engine must compute for it.
 
-    Targets are compared and hashed by identity, so that functions can cache their result for one.
+    Targets are compared and hashed by identity, so that functions can cache their result for a target.
     """
 
     model: str  # the folder or Hub id, for the commands
@@ -46,16 +46,22 @@ class Target:
 
     @functools.cached_property
     def divisors(self) -> list[float]:
-        """The unscaled frequency of each rotated pair, theta^(-2i/d), divided by the measured one."""
+        """The unscaled frequency of each rotated pair, theta^(-2i/d), divided by its frequency under the method."""
         dim = 2 * len(self.inv_freq)
         return [float(self.theta) ** (-2 * i / dim) / value for i, value in enumerate(self.inv_freq)]
 
     def placed(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """Return keys of the text config as the model's config nests them: under `text_config` in a composite model."""
+        """Return keys of the text config as the model's config nests them.
+
+        In a composite model they lie under `text_config`.
+        """
         return {"text_config": keys} if self.composite and keys else keys
 
     def with_settings(self, settings: Config) -> dict[str, Any]:
-        """Return `rope_parameters` with these settings for the layers that the method applies to."""
+        """Return the value of `rope_parameters` with these settings for the layers that the method applies to.
+
+        The other layers keep their own settings.
+        """
         if self.layer_type is None:
             return dict(settings)
         layers = {key: value for key, value in self.patched["rope_parameters"].items() if isinstance(value, Mapping)}
@@ -64,7 +70,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Encoding:
-    """One way to write a method in the config that an engine reads."""
+    """One way to write a RoPE method in a config, as rope settings and other config keys that an engine reads."""
 
     name: str  # names it in reports: "native", "longrope with equal lists", ...
     settings: dict[str, Any]  # the rope settings

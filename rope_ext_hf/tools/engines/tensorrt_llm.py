@@ -1,9 +1,9 @@
-"""TensorRT-LLM: NVIDIA/TensorRT-LLM 1.2.0rc2, its PyTorch backend.
+"""The rules by which TensorRT-LLM (NVIDIA/TensorRT-LLM 1.2.0rc2, PyTorch backend) computes RoPE from a config.
 
-Read, at commits around that version: tensorrt_llm/version.py (b35ac1b6), `RopeParams` of
+They were read, at commits around that version, in tensorrt_llm/version.py (b35ac1b6), `RopeParams` of
 tensorrt_llm/_torch/attention_backend/interface.py (51ea5c96), `RopeEmbeddingUtils` of tensorrt_llm/functional.py, `MLA`
-of _torch/modules/attention.py, and _torch/models/modeling_llama.py, modeling_mistral.py, modeling_qwen.py,
-modeling_qwen3.py, modeling_gemma3.py. They read `rope_theta` and `rope_scaling`.
+of _torch/modules/attention.py, and modeling_llama.py, modeling_mistral.py, modeling_qwen.py, modeling_qwen3.py and
+modeling_gemma3.py of _torch/models. These files read `rope_theta` and `rope_scaling`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _USUAL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 @register_engine("tensorrt-llm")
 class TensorRTLLM(FormerSpellingEngine):
-    """TensorRT-LLM, started with `trtllm-serve`; the keys go into a copy of the folder."""
+    """TensorRT-LLM, started with `trtllm-serve`.
+
+    It takes no overrides of the config, so the keys are written into config.json in a copy of the model's folder.
+    """
 
     title = "TensorRT-LLM"
     version = "1.2.0rc2"
@@ -87,7 +90,7 @@ class TensorRTLLM(FormerSpellingEngine):
         return super().longrope(rope)
 
     def _fused(self, rope: RopeKeys) -> Computed:
-        """Compute YaRN as the kernel of Qwen3 does, whatever the rope type is."""
+        """Compute RoPE as TensorRT-LLM's fused kernel for Qwen3 does: every rope type but "default" is run as YaRN."""
         rope = replace(rope, table=None)
         if rope.kind == "default":
             return rope.computed(plain(rope.theta, rope.dim))

@@ -1,9 +1,10 @@
-"""vLLM: vllm-project/vllm 0.33.0.
+"""The rules by which vLLM (vllm-project/vllm 0.33.0) computes RoPE from a config.
 
-Read: vllm/model_executor/layers/rotary_embedding/ (`__init__.py`, yarn_scaling_rope.py, mrope.py, llama3_rope.py,
-deepseek_scaling_rope.py, phi3_long_rope_scaled_rope.py), models/llama.py, qwen3.py, gemma3.py, gpt_oss.py,
-deepseek_v2.py, AXK1.py, glm4_moe_lite.py, longcat_flash.py and registry.py, what every file of models/ hands to
-get_rope, and `_get_and_verify_max_len` and `_apply_dict_overrides` of config/model.py.
+They were read in these parts of its source: vllm/model_executor/layers/rotary_embedding/ (`__init__.py`,
+yarn_scaling_rope.py, mrope.py, llama3_rope.py, deepseek_scaling_rope.py, phi3_long_rope_scaled_rope.py);
+models/llama.py, qwen3.py, gemma3.py, gpt_oss.py, deepseek_v2.py, AXK1.py, glm4_moe_lite.py, longcat_flash.py and
+registry.py; every file of models/, for the arguments that it passes to get_rope; and `_get_and_verify_max_len` and
+`_apply_dict_overrides` of config/model.py.
 """
 
 from __future__ import annotations
@@ -39,14 +40,20 @@ _MROPE_TABLE = 4
 
 
 def deepseek_yarn(rope: RopeKeys) -> tuple[list[float], float]:
-    """Compute frequencies and magnitude by the class for DeepSeek, which ignores truncate and has other mscales."""
+    """Compute YaRN's frequencies and magnitude as vLLM's rotary class for DeepSeek does.
+
+    Unlike its other classes it ignores `truncate`, and takes the magnitude from mscale and mscale_all_dim.
+    """
     factor, original = needed(rope.settings, "factor"), needed(rope.settings, "original_max_position_embeddings")
     magnitude = rope.mscale_ratio(factor)
     return rope.yarn(factor, original, truncate=True), magnitude
 
 
 def phi3_longrope(rope: RopeKeys, served: int) -> Computed:
-    """Compute LongRoPE by the class for Phi-3, which chooses one list when it starts, by the length to serve."""
+    """Compute LongRoPE as vLLM's rotary class for Phi-3 does.
+
+    When vLLM starts, the class chooses the long or the short list for all inputs, by the length to serve (`served`).
+    """
     if rope.model_type in INTERLEAVED_FAMILIES:
         raise ServingError("its longrope class rotates in the half pairing only")
     original = rope.number("original_max_position_embeddings")
@@ -56,10 +63,10 @@ def phi3_longrope(rope: RopeKeys, served: int) -> Computed:
 
 
 def of_mistral_params(params: Config, like: Computed) -> Computed:
-    """Compute the rotation from params.json, Mistral's own format, by `_remap_mistral_yarn_args` of vLLM.
+    """Compute RoPE as vLLM does from params.json, the config in Mistral's own format.
 
-    `like` is the result from config.json: its number of pairs is used if params.json has no head_dim. The rule stands
-    in configs/mistral.py of vLLM.
+    The rule is `_remap_mistral_yarn_args` of vLLM's configs/mistral.py. `like` is the result from config.json: its
+    number of pairs is used if params.json has no head_dim.
     """
     theta, dim = needed(params, "rope_theta", 10000.0, above=1.0), 2 * len(like.inv_freq)
     dim = int(needed(params, "head_dim", dim))
@@ -157,7 +164,7 @@ class VLLM(OverridingEngine):
         return self.by_type(rope)
 
     def _passed_on_by_gpt_oss(self, rope: RopeKeys) -> RopeKeys:
-        """Return the keys that its file for gpt-oss passes on: those of YaRN, whatever the rope type is."""
+        """Return the rope keys that vLLM's code for gpt-oss passes on: those of YaRN alone, whatever the rope type."""
         settings = rope.settings
         for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
             try:
@@ -195,7 +202,7 @@ class VLLM(OverridingEngine):
 
 
 class _VLLMWithPlugin(VLLM):
-    """vLLM with this package installed beside it: the plug-in builds a table of any frequencies."""
+    """vLLM with this package installed beside it; the package's plug-in lets it compute RoPE with any frequencies."""
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         encoding = plugin_encoding(target)
@@ -230,17 +237,17 @@ class _VLLMWithPlugin(VLLM):
 
 
 def _length_stated(kind: str, model_type: str) -> bool:
-    """Return whether max_position_embeddings is the length to serve, and is not multiplied by the factor."""
+    """Return True if vLLM serves max_position_embeddings as it is, and does not multiply it by the factor."""
     return kind in _LENGTH_STATED or "gemma3" in model_type
 
 
 def _quadruple(settings: Config, model_type: str) -> bool:
-    """Return whether YaRN's ramp is computed for `_MROPE_TABLE` times the original length."""
+    """Return True if vLLM computes YaRN's ramp for four times the original length, as its M-RoPE class does."""
     return "mrope_section" in settings and model_type not in _TABLE["single_table"]
 
 
 def _merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return two dicts merged key by key at every depth; `after` counts where both have a key."""
+    """Return two dicts merged key by key at every depth; where both have a key, the value in `after` is taken."""
     merged = dict(before)
     for key, value in after.items():
         if isinstance(before.get(key), dict) and isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Plug-ins that serving engines load: vLLM and SGLang."""
+"""Plug-ins of this package for vLLM and SGLang, with which these engines run RoPE with any frequencies."""

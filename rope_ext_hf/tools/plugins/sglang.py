@@ -1,6 +1,7 @@
-"""A plug-in of SGLang for RoPE with any frequencies, by the rope type "rope_ext_hf" in a model's config; see `tables`.
+"""Plug-in for SGLang that runs RoPE with any frequencies, for models whose config has the rope type "rope_ext_hf".
 
 SGLang calls `register` in each of its processes before it builds a model, by the entry point `sglang.srt.plugins`.
+`tables` describes the rope settings.
 """
 
 from __future__ import annotations

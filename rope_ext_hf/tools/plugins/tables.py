@@ -24,10 +24,10 @@ _BLOCK = 65536  # positions whose float64 angles are computed at a time
 
 
 def own_get_rope(settings_name: str, build: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Callable[..., Any]:
-    """Return a function to put around an engine's `get_rope`.
+    """Return a wrapper for an engine's function `get_rope`, which builds rotary modules.
 
-    It is called with the engine's `get_rope` and its arguments, and builds the rotary module itself where the rope
-    settings are those of the plug-in, once for equal arguments.
+    The wrapper is called with the engine's `get_rope` and its arguments. Where the rope settings are those of the
+    plug-in, it builds the rotary module itself, once for equal arguments; else it calls `get_rope`.
 
     Args:
         settings_name: the name of the argument that holds the rope settings.
@@ -51,14 +51,17 @@ def own_get_rope(settings_name: str, build: Callable[[dict[str, Any], dict[str, 
 
 
 def _is_freed(module: Any) -> bool:
-    """Return True if a module has lost its table, as SGLang frees those of a model that it unloads or built on meta."""
+    """Return True if the table of a rotary module is gone: SGLang frees tables of a model that it unloads.
+
+    A module that was built on the meta device has no table either.
+    """
     table = module.cos_sin_cache
     empty = table.is_meta or table.untyped_storage().nbytes() == 0
     return bool(empty and torch.get_default_device().type != "meta")
 
 
 def build_rotary(engine: Any, arguments: Mapping[str, Any], settings: dict[str, Any], rotary_dim: int) -> Any:
-    """Build a rotary module for the settings of the plug-in.
+    """Build an engine's rotary module that rotates with the frequencies in the plug-in's rope settings.
 
     Args:
         engine: the engine's package of rotary classes; the module's class is a subclass of one of them.
@@ -67,7 +70,7 @@ def build_rotary(engine: Any, arguments: Mapping[str, Any], settings: dict[str, 
         rotary_dim: rotated dims of a head.
 
     Raises:
-        ValueError: the settings have frequencies for another number of dims, or a remapping method.
+        ValueError: the settings have frequencies for another number of dims, or name a method that remaps positions.
     """
     _refuse_remapping(settings)
     frequencies, factor = plugin_frequencies(settings)
@@ -100,7 +103,7 @@ def build_rotary(engine: Any, arguments: Mapping[str, Any], settings: dict[str, 
 
 
 class _Table:
-    """A mix-in that gives a rotary class of an engine other frequencies and another table than its own."""
+    """Mix-in that replaces the frequencies and the table of cos and sin in an engine's rotary class."""
 
     frequencies: Tensor  # (pairs,) float64, radians per position
     magnitude: float  # the factor of cos and sin
@@ -121,7 +124,10 @@ class _Table:
             self.cos_sin_cache = torch.cat((table, more.to(table.device, table.dtype)))
 
     def _rows(self, start: int, end: int) -> Tensor:
-        """Return cos and sin of positions, (positions, rotary_dim) float32, rounded once from float64 angles."""
+        """Return cos and sin for the positions `start` to `end` - 1.
+
+        The result is (positions, rotary_dim) float32, rounded once from float64 angles.
+        """
         parts = []
         for first in range(start, end, _BLOCK):
             positions = torch.arange(first, min(first + _BLOCK, end), dtype=torch.float64, device="cpu")
@@ -131,7 +137,10 @@ class _Table:
 
 
 def _refuse_remapping(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for rope settings with a remapping method, which only an earlier version of the plug-in ran."""
+    """Raise ValueError for rope settings with a method that remaps positions, such as Self-Extend.
+
+    An earlier version of the plug-in ran such methods.
+    """
     if REMAPPING_KEY in settings:
         raise ValueError(
             f"the rope settings of this config have a {REMAPPING_KEY!r} method, which only the vLLM plug-in of "
@@ -141,9 +150,10 @@ def _refuse_remapping(settings: Mapping[str, Any]) -> None:
 
 
 def for_transformers(config: Any, device: Any = None, seq_len: int | None = None) -> tuple[Tensor, float]:
-    """Return inverse frequencies, (pairs,) float32, and the attention factor, as a function of `ROPE_INIT_FUNCTIONS`.
+    """Return the plug-in's frequencies and magnitude from a config, as a function of transformers' ROPE_INIT_FUNCTIONS.
 
-    Engines run some models with transformers' classes, or take the frequencies from that table.
+    Engines run some models with transformers' classes, or take the frequencies from that table. The inverse frequencies
+    are (pairs,) float32; the second value is the attention factor.
     """
     _refuse_remapping(config.rope_parameters)
     inv_freq, attention_factor = plugin_frequencies(config.rope_parameters)

@@ -1,7 +1,8 @@
-"""A plug-in of vLLM for RoPE with any frequencies, by the rope type "rope_ext_hf" in a model's config; see `tables`.
+"""Plug-in for vLLM that runs RoPE with any frequencies, for models whose config has the rope type "rope_ext_hf".
 
 vLLM calls `register` in each of its processes before it builds a model, by the entry point `vllm.general_plugins`.
-Every rotary module that vLLM builds is compared with the fingerprint that `save_pretrained` left in the model's config.
+`tables` describes the rope settings. The plug-in also compares every rotary module that vLLM builds with the
+fingerprint of the frequencies that `save_pretrained` left in the model's config.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def register() -> None:
 
 
 def _compared(get_rope: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `get_rope` with a warning where a module rotates otherwise than the model did when it was saved.
+    """Return `get_rope` wrapped so that it warns about a module that rotates otherwise than the model did when saved.
 
     It is not an error, since options of the server may set another scaling than the folder has.
     """

@@ -1,4 +1,4 @@
-"""Checks of a running server: against the model that was measured, or against an earlier record of its answers.
+"""Checks that a running server computes what the model computes here, or what the server itself computed earlier.
 
 from rope_ext_hf.tools.servers import check_server
 """

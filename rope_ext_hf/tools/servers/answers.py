@@ -1,7 +1,7 @@
-"""A server's answers about prompts cut from a text, and the record of them in a file.
+"""Answers of a server: the log-probabilities that it returns for prompts cut from a text, and a file that records them.
 
-A record holds token ids, the log-probabilities that the server returned, their differences when it is asked again, and
-the facts that the server states about itself.
+A record holds token ids, the log-probabilities that the server returned, the differences between these and those that
+it returns when it is asked again, and the facts that the server states about itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PARTS = 8  # without a model, the shortest prompt is this part of the server's 
 
 
 class Prompt(NamedTuple):
-    """Token ids with a server's answers about them."""
+    """The token ids of a prompt, and the log-probabilities that a server returned for it."""
 
     ids: list[int]
     answers: list[Answer]
@@ -39,19 +39,21 @@ class Prompt(NamedTuple):
 
 @dataclass
 class Collected:
-    """The answers of a server, with the other contents of a record.
+    """The log-probabilities that a server returned for prompts, and facts about the server: the contents of a record.
 
     Attributes:
         server: the serving program with its version.
         prompts: the prompts with their answers, the shortest first.
         refused: the server's message for the first prompt that it did not answer; None: it answered all.
         stated: facts that the server states about itself, by name.
-        text: a text.
-        tokens: the server's tokens of the text, without special tokens and with them; None: it does not return tokens.
-        noise: for each prompt, the difference in nats between the answers when it is asked about twice.
+        text: a text whose tokens on the server are compared with those elsewhere.
+        tokens: the server's tokens for that text, without special tokens and with them; None: it does not return
+            tokens.
+        noise: for each prompt, the difference in nats between the answers when the server is asked about it twice.
         fingerprint: the fingerprint of the model that is to be served; None: not known.
         left_out: the longest length that was left out as too costly to compute here; None: none was.
-        more: a function that asks the server about so many further prompts, as short as the shortest one.
+        more: a function that asks the server about further prompts, as many as its argument says and as short as the
+            shortest one.
     """
 
     server: str
@@ -66,7 +68,7 @@ class Collected:
     more: Callable[[int], list[Prompt]] = field(default=lambda count: [], repr=False)
 
     def write(self, path: Path) -> None:
-        """Write a record as JSON, as `read_answers` reads it."""
+        """Write the record to a JSON file, which `read_answers` reads."""
         values = {name: value for name, value in vars(self).items() if name != "more"}
         with atomic_file(path) as part:
             part.write_text(json.dumps(values | {"prompts": [prompt._asdict() for prompt in self.prompts]}))
@@ -80,7 +82,7 @@ def collect(
     source: Mapping[str, Any],
     affordable: Callable[[int], bool] = lambda length: True,
 ) -> Collected:
-    """Ask a server about prompts of several lengths, and return its answers.
+    """Cut prompts of several lengths from a text, ask a server for log-probabilities, and return its answers.
 
     Args:
         client: the server's client.
@@ -89,7 +91,7 @@ def collect(
             own length, doubled up to all of it.
         lengths: lengths of the prompts in tokens; None: the default ones.
         data: the text that prompts are cut from.
-        source: `revision` and `trust_remote_code` of the model.
+        source: the arguments `revision` and `trust_remote_code` with which the model is loaded.
         affordable: returns False for default lengths to leave out; the shortest is always used.
 
     Raises:
@@ -154,10 +156,10 @@ def _default_lengths(shortest: int, longest: int) -> list[int]:
 
 
 def _text_ids(cut: Callable[[str], list[int]], data: str, count: int) -> list[int]:
-    """Return the first `count` tokens of a text, document after document.
+    """Return the first `count` tokens of a text, document after document; `cut` returns the token ids of a document.
 
     Raises:
-        CorpusError: the text has fewer.
+        CorpusError: the text has fewer tokens.
     """
     ids: list[int] = []
     for document in load(data):
@@ -173,7 +175,7 @@ def _text_ids(cut: Callable[[str], list[int]], data: str, count: int) -> list[in
 def differing_tokens(
     theirs: Sequence[Sequence[int]], ours: Sequence[Sequence[int]], there: str, here: str
 ) -> str | None:
-    """Return how the tokens of a text differ between two places, or None where they do not.
+    """Return a clause on how the tokens of a text differ between two places; None if they do not.
 
     Args:
         theirs: the token ids at the first place, without special tokens and with them.
@@ -194,7 +196,7 @@ def differing_tokens(
 
 
 def read_answers(path: Path) -> Collected:
-    """Read the file that `Collected.write` writes, or one that has only its "prompts".
+    """Read a server's answers from a file that `Collected.write` wrote, or from one that has only the key "prompts".
 
     Raises:
         ServingError: the file holds something else.
@@ -219,19 +221,22 @@ def read_answers(path: Path) -> Collected:
 
 
 def _is_answered(prompt: Prompt) -> bool:
-    """Return True if a prompt has answers, all of them finite and about positions in the prompt."""
+    """Return True if a prompt has answers, and all are finite log-probabilities for positions within the prompt."""
     return bool(prompt.answers) and all(
         0 < answer.position <= len(prompt.ids) and math.isfinite(answer.logprob) for answer in prompt.answers
     )
 
 
 def as_text(sentences: Sequence[str], lengths: Sequence[int], differences: Mapping[str, Sequence[float]]) -> str:
-    """Return sentences with a table of differences in nats by length below them."""
+    """Return sentences, and below them a table of the differences between log-probabilities, in nats by length."""
     return "\n".join([*map(wrapped, sentences), "", text_table(difference_rows(lengths, differences), "lr")])
 
 
 def difference_rows(lengths: Sequence[int], differences: Mapping[str, Sequence[float]]) -> Rows:
-    """Return a table's head and its rows: differences in nats by length, empty at lengths that were not computed."""
+    """Return the head and rows of a table of the differences between log-probabilities, in nats by length.
+
+    Lengths that were not computed have empty cells.
+    """
     rows = [("difference in nats", *(f"{length:,}" for length in lengths))]
     for name, values in differences.items():
         rows.append((name, *(f"{value:.4f}" for value in values), *[""] * (len(lengths) - len(values))))

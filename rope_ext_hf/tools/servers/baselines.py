@@ -1,7 +1,7 @@
-"""Records of a server's answers: `record_server` writes one, and `compare_server` later compares the server with it.
+"""`record_server` writes a server's answers to a file, and `compare_server` later compares the server with that file.
 
-`compare_server` asks about the recorded token ids again, without a model beside the server. It reports the changes and
-the length at which they begin.
+`compare_server` asks the server for the log-probabilities of the recorded prompts again; it needs no model of its own.
+It reports the changes and the length at which they begin.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ _HARMLESS = ("version", "folder")  # stated facts whose change alone changes no 
 
 @dataclass(frozen=True)
 class BaselineReport(Report):
-    """A server's answers compared with an earlier record.
+    """Result of comparing a server's log-probabilities with an earlier record of them.
 
     Attributes:
         url: the server's address.
         server: the serving program with its version.
         lengths: lengths of the prompts, in tokens.
         differences: the root mean square difference of log-probabilities in nats, at each length that is answered.
-        allowed: three times the difference between two answers to the same prompt, then or now, at each length.
+        allowed: at each length, three times the difference between two answers to the same prompt, then or now.
         refused: the server's message for the first prompt that it answered then and does not answer now.
-        changed: differences from the record in the server's stated facts, its tokens and the model, a sentence each.
-        notes: such differences in the server's version and folder, which change no answer by themselves.
+        changed: a sentence on each difference from the record that matters: in the server's stated facts, its tokens or
+            the model.
+        notes: a sentence on each difference that changes no answer by itself: in the server's version or folder.
     """
 
     also = ("agrees", "begins")
@@ -55,7 +56,7 @@ class BaselineReport(Report):
 
     @property
     def begins(self) -> int | None:
-        """The shortest length at which answers differ, in tokens; None: they differ at no length."""
+        """The shortest length, in tokens, at which the server's answers differ from the record; None: at no length."""
         for length, difference, allowed in zip(self.lengths, self.differences, self.allowed, strict=False):
             if difference > allowed:
                 return length
@@ -63,7 +64,7 @@ class BaselineReport(Report):
 
     @property
     def agrees(self) -> bool:
-        """True if the server answers as recorded at every length, and nothing else that matters has changed."""
+        """True if the server's answers are as recorded at every length, and nothing else that matters has changed."""
         return self.begins is None and self.refused is None and not self.changed
 
     def __str__(self) -> str:
@@ -104,9 +105,10 @@ def record_server(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Collected:
-    """Write a server's answers to a file, for `compare_server` and `check_server(from_file=...)`.
+    """Ask a server for log-probabilities and write them to a file.
 
-    No weights are read here. The arguments that are not listed are as in `check_server`.
+    `compare_server` and `check_server(from_file=...)` read the file. No weights are read here. The arguments that are
+    not listed are as in `check_server`.
 
     Args:
         url: the server's address.
@@ -140,7 +142,7 @@ def compare_server(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> BaselineReport:
-    """Ask a server about the prompts of a record, and compare its answers with the recorded ones.
+    """Ask a server for the log-probabilities of recorded prompts again, and compare them with the recorded ones.
 
     Neither weights nor a tokenizer are read here. The arguments that are not listed are as in `check_server`.
 
@@ -194,7 +196,10 @@ def compare_server(
 
 
 def _changed_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return sentences on what a server states otherwise than then: the ones that matter, and the harmless ones."""
+    """Return sentences on changes in the facts that a server states about itself.
+
+    The first list has the changes that matter, the second has the harmless ones.
+    """
     changed, harmless = list[str](), list[str]()
     if not then:  # the record has none
         return changed, harmless
@@ -206,7 +211,7 @@ def _changed_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[lis
 
 
 def _difference(then: Sequence[Answer], now: Sequence[Answer]) -> float:
-    """Return the root mean square difference of log-probabilities in nats."""
+    """Return the root mean square difference in nats between the log-probabilities of two lists of answers."""
     logprobs = {(answer.position, answer.token): answer.logprob for answer in now}
     least: dict[int, float] = {}  # by position, the least log-probability that the server returns now
     for answer in now:

@@ -1,4 +1,4 @@
-"""`check_server`: a check that a running server computes what was measured, by the log-probabilities that it returns.
+"""`check_server`: a check, by log-probabilities, that a running server computes what the model computes here.
 
     print(check_server("http://localhost:8000", "my-model-yarn/"))
 
@@ -75,7 +75,7 @@ def check_server(
             tokens before the position.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
-        progress: called with the tokens of prompts that were computed here, and of all of them.
+        progress: called with two numbers of tokens: in the prompts computed here so far, and in all prompts.
 
     Raises:
         ServingError: the server does not answer, or returns no log-probabilities; the message has the server's words.
@@ -123,7 +123,10 @@ def check_server(
 
 
 def _differing_tokens(collected: Collected, tokenizer: Any) -> str | None:
-    """Return how the server's tokens of a text differ from the tokenizer's; None: they do not, or are not known."""
+    """Return a clause on how the server and the tokenizer here differ in the tokens of a text.
+
+    It is None if they do not differ, or if the server returns no tokens.
+    """
     if collected.tokens is None:
         return None
     ours = [tokenizer(collected.text, add_special_tokens=special)["input_ids"] for special in (False, True)]

@@ -1,6 +1,6 @@
 """Clients that ask servers for log-probabilities: vLLM, SGLang, llama.cpp, and OpenAI's completions API.
 
-No request goes to any other than the given address: a redirect is an error, and no proxy is used. An API key is taken
+Requests go to the given address and nowhere else: a redirect is an error, and no proxy is used. An API key is taken
 from the environment variable ROPE_EXT_API_KEY.
 """
 
@@ -46,7 +46,7 @@ _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, OverflowError)  # ra
 
 
 class Answer(NamedTuple):
-    """The log-probability of a token, given the prompt's tokens before a position."""
+    """One log-probability from a server: that of `token` at `position`, given the prompt's tokens before it."""
 
     position: int
     token: int
@@ -55,18 +55,18 @@ class Answer(NamedTuple):
 
 @dataclass
 class Client(ABC):
-    """A client of a server that runs one program.
+    """Base class of the clients, each of which talks to servers that run one program, such as vLLM.
 
     Attributes:
         program: the program's name.
         probes: paths, of which at least one returns a JSON object on a server of this program, and on no program whose
             client comes after it in `_CLIENTS`.
-        path: the path that answers about prompts.
-        facts: the facts that a server states about itself: by path, the place of each named fact in the JSON.
+        path: the path to which prompts are posted.
+        facts: places of the facts that a server states about itself: path -> name of the fact -> place in the JSON.
         url: the server's address.
         served_name: the name of the model on the server; None: not known yet.
         seconds: the time limit of one answer.
-        version: the program's version as the server states it; empty: it does not.
+        version: the program's version as the server states it; empty if it does not state one.
         anew: whether each prompt is computed without what the server has cached of earlier ones. With a cache, sums run
             in another order.
     """
@@ -87,22 +87,24 @@ class Client(ABC):
         return f"{self.program} {self.version}".strip()
 
     def prompts(self, ids: Sequence[int]) -> list[Sequence[int]]:
-        """Return the prompts to send in place of one."""
+        """Return the prompts to send to get the log-probabilities of one prompt: by default that prompt alone."""
         return [ids]
 
     @abstractmethod
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Return the JSON to post about a prompt."""
+        """Return the JSON to post, which asks the server for the log-probabilities of a prompt."""
 
     @abstractmethod
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
-        """Return the log-probabilities in an answer; raise an error of `_UNREADABLE` where it has none."""
+        """Return the log-probabilities in the server's JSON; raise an error of `_UNREADABLE` if it has none."""
 
     def answers(self, ids: Sequence[int]) -> list[Answer]:
-        """Return finite log-probabilities of a prompt's last tokens, or of tokens that may follow it.
+        """Ask the server about a prompt, and return the log-probabilities that it answers with.
+
+        They are those of the prompt's last tokens, or of tokens that may follow them.
 
         Raises:
-            ServingError: the server does not answer, or returns none.
+            ServingError: the server does not answer, or returns no finite log-probabilities.
         """
         answers: list[Answer] = []
         for prompt in self.prompts(ids):
@@ -123,10 +125,10 @@ class Client(ABC):
         return answers
 
     def tokens(self, text: str, special: bool) -> list[int]:
-        """Return the server's tokens of a text, with the special tokens that it adds if `special`.
+        """Return the token ids into which the server cuts a text, with its special tokens if `special`.
 
         Raises:
-            ServingError: the server returns none.
+            ServingError: the server returns no tokens.
         """
         try:
             reply = _ask(self.url, "/tokenize", self.tokenizing(text, special), self.seconds)
@@ -138,11 +140,14 @@ class Client(ABC):
             ) from error
 
     def tokenizing(self, text: str, special: bool) -> dict[str, Any]:
-        """Return the JSON that asks for the tokens of a text."""
+        """Return the JSON to post, which asks the server for the tokens of a text."""
         return {"prompt": text, "add_special_tokens": special}
 
     def stated(self) -> dict[str, Any]:
-        """Return the facts that the server states about itself, with its version; a long text as its digest."""
+        """Return the facts that the server states about itself, by name, among them its version.
+
+        A long text is replaced by its digest.
+        """
         stated: dict[str, Any] = {"version": self.title}
         for path, places in self.facts.items():
             with contextlib.suppress(ServingError):  # a server need not have this path
@@ -222,7 +227,7 @@ class _SGLangClient(Client):
 class _LlamaCppClient(Client):
     """A client of llama.cpp, which returns log-probabilities of likely next tokens, and none of a prompt's own tokens.
 
-    So it is asked about the last few prefixes of a prompt.
+    To get several log-probabilities from one prompt, it sends the prompt's last few prefixes.
     """
 
     program, probes = LlamaCpp.name, ("/props",)
@@ -317,7 +322,10 @@ def connect(url: str, served_name: str | None, seconds: float, *, anew: bool = F
 
 
 class _TimedSocket(socket.SocketIO):
-    """A stream of the bytes that a socket receives until a point in time; a socket's own timeout is for each read."""
+    """A stream of the bytes that a socket receives, which ends with an error at a fixed point in time.
+
+    A socket's own timeout starts anew at each read.
+    """
 
     def __init__(self, received: socket.socket, end: float) -> None:
         super().__init__(received, "r")
@@ -332,7 +340,7 @@ class _TimedSocket(socket.SocketIO):
 
 
 def _ask(url: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
-    """Return the JSON of a server's answer.
+    """Send a request to a server and return the JSON of its answer.
 
     Args:
         url: the server's address.

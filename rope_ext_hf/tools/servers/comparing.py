@@ -1,7 +1,8 @@
-"""The comparison of a server's log-probabilities with those of a model here, in several configurations.
+"""Comparison of a server's log-probabilities with those of the model here, as measured and with each likely mistake.
 
-A configuration is excluded at the first length where it fits worse than the best one by more than scatter explains. The
-difference that is left beside the best one must be rounding: `roundings` says how much a dtype explains.
+The model as measured, and with each mistake, is a "configuration". A configuration is excluded at the first length
+where its log-probabilities are further from the server's than those of the best one, by more than chance explains. The
+difference that then remains must be due to rounding: `roundings` says how much the rounding of each dtype explains.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _RESOLUTION = 1e-6  # of a log-probability in float32, in nats
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that a comparison needs besides the model.
+    """A comparison of a server's log-probabilities with the model here; holds everything that it needs but the model.
 
     Attributes:
         url: the server's address, for the report.
         collected: the server's answers.
         bits: the number formats that the server is said to use.
-        progress: called with the tokens of prompts that were computed here, and of all of them.
+        progress: called with two numbers of tokens: in the prompts computed here so far, and in all prompts.
     """
 
     url: str
@@ -46,7 +47,10 @@ class Comparison:
     progress: Callable[[int, int], object]
 
     def report(self, model: Any, configurations: Mapping[str, Configuration]) -> ServerReport:
-        """Compare the answers with those of the model in each configuration; the model's weights are overwritten.
+        """Compare the server's log-probabilities with those of the model in each configuration, and return the report.
+
+        A configuration is the model as measured, or with a mistake that a server may make. The model's weights are
+        overwritten.
 
         Raises:
             ServingError: the answers are about tokens outside the model's vocabulary.
@@ -72,7 +76,10 @@ class Comparison:
             return _explained(report, answers, before, elimination.ours[elimination.closest], self.bits)
 
     def _eliminate(self, answers: _Answers, configurations: Mapping[str, Configuration]) -> _Elimination:
-        """Compute the prompts in all configurations, shortest first, and drop those that fit clearly worse."""
+        """Compute the prompts in all configurations, the shortest first, and drop those that fit clearly worse.
+
+        A configuration is the model as measured, or with a mistake that a server may make.
+        """
         ours: dict[str, list[Tensor]] = {name: [] for name in configurations}
         left = list(configurations)
         closest, done, total = left[0], 0, sum(len(prompt.ids) for prompt in self.collected.prompts)
@@ -99,7 +106,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Elimination:
-    """The log-probabilities of each configuration, and which ones fit best."""
+    """The model's log-probabilities in each configuration, and the configurations that fit the server's best."""
 
     ours: dict[str, list[Tensor]]  # (answers,) float64 for each length up to the one that excludes it
     closest: str
@@ -107,7 +114,7 @@ class _Elimination:
 
 
 class _Answers:
-    """A server's answers in groups of equally long prompts, and a reader of the same prompts by the model here."""
+    """A server's log-probabilities, grouped by the length of their prompts, and the model that computes them here."""
 
     def __init__(self, prompts: Sequence[Prompt], model: Any) -> None:
         size = model.get_input_embeddings().weight.shape[0]
@@ -125,10 +132,10 @@ class _Answers:
         self.scorer = TokenScorer(model, longest=max(len(prompt.ids) for prompt in prompts))
 
     def logprobs(self, group: Sequence[Prompt], before: Any) -> Tensor:
-        """Return the model's log-probabilities of the tokens that a server answered about, (answers,) float64.
+        """Return the model's log-probabilities for the tokens of a group of prompts that the server answered about.
 
-        `before` is what a configuration's context yields: a list of tokens to read before each prompt, or anything else
-        for none.
+        The result is (answers,) float64. `before` is the value that the configuration's context manager yields: a list
+        of tokens to read before each prompt, or any other value for none.
         """
         prefix = before if isinstance(before, list) else []
         parts = []
@@ -145,14 +152,15 @@ class _Answers:
 def _explained(
     report: ServerReport, answers: _Answers, before: Any, exact: Sequence[Tensor], bits: StatedBits
 ) -> ServerReport:
-    """Return the report with the dtype whose rounding explains the remaining difference, if there is one.
+    """Return the report with the dtype whose rounding explains the remaining difference from the server, if one does.
 
     Args:
         report: the report so far, without that dtype.
-        answers: the server's answers, and the reader of the model in its closest configuration.
+        answers: the server's answers, and the model in the configuration that fits them best.
         before: the value that the context manager of that configuration yielded.
-        exact: the model's log-probabilities in that configuration, without further rounding.
-        bits: what is stated of the server's number formats.
+        exact: the model's log-probabilities in that configuration, without further rounding; one tensor for each
+            length.
+        bits: the number formats that the server is said to use.
     """
     scorer, groups = answers.scorer, answers.groups
 
@@ -193,16 +201,22 @@ def _explained(
 
 @dataclass(frozen=True)
 class _Effects:
-    """Changes of the log-probabilities of the shortest prompts that errors of 1% make, (answers,) float64."""
+    """Changes in the log-probabilities of the shortest prompts when the model gets one of two small errors on purpose.
+
+    The errors are a softmax scale that is 1% too large, and noise of 1% in the attention output of one layer. Both
+    changes are (answers,) float64 tensors.
+    """
 
     scale: Tensor  # a softmax scale that is 1% too large
     noise: Tensor  # noise of 1% in the attention output of one layer
     places: Tensor  # (answers,) int64; answers about the same place of a prompt have the same number
 
     def scale_share(self, residual: Tensor) -> tuple[float, float]:
-        """Return the percent of scale error in a residual by least squares, and its standard error.
+        """Return the error of the softmax scale, in percent, that best explains a difference of log-probabilities.
 
-        Answers about one place have errors in common, so the standard error is that of sums by place.
+        `residual`: (answers,) float64, the difference. The error is estimated by least squares; the second value is its
+        standard error. Answers about the same place in a prompt have errors in common, so the standard error is
+        computed from their sums.
         """
         percent = float(residual @ self.scale / (self.scale @ self.scale))
         products = (residual - percent * self.scale) * self.scale
@@ -211,7 +225,11 @@ class _Effects:
 
 
 def _effects_of_errors(answers: _Answers, before: Any, exact: Tensor) -> _Effects | None:
-    """Measure the effects of slight errors, or return None for a family that keeps its softmax scale elsewhere."""
+    """Measure how log-probabilities change when the softmax scale is 1% too large, or attention outputs have 1% noise.
+
+    `exact`: (answers,) float64, the log-probabilities without these errors. Returns None for a family whose attention
+    modules have no attribute `scaling` to change.
+    """
     group = answers.groups[0]
     effects = []
     for error in ({"scale": 0.01}, {"noise": 0.01}):
@@ -226,11 +244,12 @@ def _effects_of_errors(answers: _Answers, before: Any, exact: Tensor) -> _Effect
 
 
 class _ScaleError:
-    """The error of a server's softmax scale, as far as the rounding of the finest fitting dtype does not explain it.
+    """Estimate of the error in a server's softmax scale, which tells it from the effect of rounding.
 
     Attributes:
         percent: the error by least squares; positive: the scale is too large.
-        dtype: the first dtype that explains the difference without this error; empty: none does.
+        dtype: the first dtype whose rounding explains the difference that remains after this error is taken out; empty:
+            none does.
     """
 
     def __init__(self, effects: _Effects, residual: Tensor) -> None:
@@ -240,9 +259,11 @@ class _ScaleError:
         self.dtype, self._by_rounding = "", 0.0
 
     def smallest_errors(self, rounding: Rounding) -> tuple[float, float]:
-        """Return the smallest scale error and noise, in percent, that show under a dtype, and take note of the dtype.
+        """Return the smallest errors, in percent, that could be noticed under a dtype's rounding.
 
-        Dtypes come finest first.
+        The first is an error of the softmax scale, the second is noise in the attention output of a layer. The method
+        must be called with finer dtypes first, since it also keeps the first dtype whose rounding explains the
+        difference.
         """
         changes = rounding.changes[0]
         bias, spread = self.effects.scale_share(changes)
@@ -255,12 +276,15 @@ class _ScaleError:
 
     @property
     def significant(self) -> bool:
-        """True if neither rounding nor chance explains the error."""
+        """True if neither rounding nor chance explains the error of the softmax scale."""
         return bool(self.dtype) and abs(self.percent) > _MARGIN * max(self._by_rounding, self._standard_error)
 
 
 def _distances(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> tuple[float, ...]:
-    """Return the root mean square difference in nats at each length that was computed."""
+    """Return the root mean square difference of two lists of log-probabilities, in nats, at each length.
+
+    Lengths that only one of them has are left out.
+    """
     return tuple(_rms(a - b) for a, b in zip(theirs, ours, strict=False))
 
 
@@ -269,10 +293,11 @@ def _rms(x: Tensor) -> float:
 
 
 def _fits_worse(theirs: Sequence[Tensor], ours: Sequence[Tensor], best: Sequence[Tensor]) -> bool:
-    """Return True if one configuration fits worse than the best by more than the scatter about the best explains.
+    """Return True if a configuration is further from the server than the best one, by more than chance explains.
 
-    Under independent scatter s about the best, the difference of the two sums of squares has the mean |ours - best|^2
-    and the standard deviation 2 s |ours - best|.
+    All three arguments are log-probabilities, a tensor for each length: those of the server, of the configuration, and
+    of the best configuration. If the server scatters about the best independently with standard deviation s, the
+    difference of the two sums of squares has the mean |ours - best|^2 and the standard deviation 2 s |ours - best|.
     """
     server, other, first = (torch.cat(list(part[: len(ours)])) for part in (theirs, ours, best))
     scatter = max(_rms(server - first), _RESOLUTION)

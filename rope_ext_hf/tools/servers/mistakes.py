@@ -1,6 +1,6 @@
-"""Configurations that a server may run: the model as measured, and the model with each of the common mistakes.
+"""Configurations in which a server may run a model: as it was measured, and with each of the common mistakes.
 
-Slight errors are here too; their effect shows how large an error must be to be detected.
+The module also gives a model slight errors, whose effect shows how large an error must be to be detected.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def configurations(model: Any, unpatched: Rotary) -> dict[str, Configuration]:
 
 
 def rarer_configurations(model: Any, unpatched: Rotary, tokenizer: Any) -> dict[str, Configuration]:
-    """Return the model as measured, and with rarer mistakes, by name.
+    """Return, by name, the model as measured and a variant for each of the rarer serving mistakes.
 
-    These are a method in a model that was measured without one, and tokens before each prompt.
+    These are a method in a model that was measured without one, and extra tokens before each prompt.
     """
     by_name: dict[str, Configuration] = {AS_MEASURED: nullcontext}
     if not present_specs(model):
@@ -87,7 +87,10 @@ def rarer_configurations(model: Any, unpatched: Rotary, tokenizer: Any) -> dict[
 
 
 def _prefixes(tokenizer: Any) -> dict[str, list[int]]:
-    """Return token ids that a server may put before a prompt, by name: first tokens, once or twice, or a template."""
+    """Return, by name, the token ids that a server may add before a prompt.
+
+    They are the tokenizer's first tokens, once or twice, or the beginning of its chat template.
+    """
     prefixes: dict[str, list[int]] = {}
     bos = tokenizer.bos_token_id
     for first in (prefix_tokens(tokenizer, None), () if bos is None else (bos,)):
@@ -139,9 +142,9 @@ def slightly_wrong(model: Any, scale: float = 0.0, noise: float = 0.0) -> Iterat
 
 
 def different_frequencies(method: RopeMethod, rotary: Rotary, length: int) -> Iterator[tuple[str, Frequencies]]:
-    """Yield the name and frequencies of each mistake that differs from the method and from all earlier mistakes.
+    """Yield each mistake, by name, whose frequencies differ from those of the method and of all earlier mistakes.
 
-    `length` is the length in tokens at which a length-dependent method is taken.
+    `length` is the length in tokens at which a length-dependent method is computed.
     """
     earlier = [] if method.depends_on_length(rotary) else [method.frequencies(rotary, length)]
     rotated = rotary.theta_inv_freq() > 0
@@ -158,7 +161,7 @@ def different_frequencies(method: RopeMethod, rotary: Rotary, length: int) -> It
 
 
 def _mistakes(method: RopeMethod, rotary: Rotary, length: int) -> Iterator[tuple[str, tuple[Tensor, float]]]:
-    """Yield each mistake's name with its inverse frequencies and attention factor."""
+    """Yield each common serving mistake: its name, and the inverse frequencies and attention factor it leads to."""
     inv_freq, factor = method.frequencies(rotary, length)
     plain = rotary.theta_inv_freq()
     yield "no scaling at all", (plain, 1.0)
@@ -180,7 +183,10 @@ def _mistakes(method: RopeMethod, rotary: Rotary, length: int) -> Iterator[tuple
 
 
 def _other_methods(method: RopeMethod, rotary: Rotary, factor: float) -> Iterator[RopeMethod]:
-    """Yield the method with other factors, and every static method with this factor; nothing for factors up to 1."""
+    """Yield the methods that a server may run by mistake: the same one with other factors, and others with `factor`.
+
+    Nothing is yielded for factors up to 1. The others are all methods with fixed frequencies.
+    """
     if factor <= 1:
         return
     own_factor: Any = getattr(method, "factor", None)
@@ -192,7 +198,10 @@ def _other_methods(method: RopeMethod, rotary: Rotary, factor: float) -> Iterato
 
 
 def _static_methods(rotary: Rotary, factor: float) -> Iterator[RopeMethod]:
-    """Yield every static method that follows from a factor alone. Engines run no length-dependent methods."""
+    """Yield every method with fixed frequencies that needs no parameter but a factor.
+
+    Engines do not run methods whose frequencies depend on the input's length.
+    """
     for name, kind in list_methods().items():
         if not kind.takes_factor({}) or issubclass(kind, RemappingMethod):
             continue
@@ -203,7 +212,7 @@ def _static_methods(rotary: Rotary, factor: float) -> Iterator[RopeMethod]:
 
 
 def _with_theta(rotary: Rotary, theta: float) -> Rotary:
-    """Return a rotary embedding with another theta, also under the model's own scaling."""
+    """Return the rotary embedding with another theta; a scaling that the model has of its own is computed anew."""
     own = rotary.own
     if own is not None:
         own = replace(own, rotary=_with_theta(own.rotary, theta))

@@ -1,4 +1,7 @@
-"""Coarser dtypes of a server, and the changes of log-probabilities that rounding to them makes."""
+"""Changes of a model's log-probabilities when its weights, keys or values are rounded to a coarser dtype.
+
+They show which differences between a server and the model here are due to rounding alone.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ _BLOCK = 32  # weights that share a scale
 
 @dataclass(frozen=True)
 class StatedBits:
-    """The number formats that a server is said to use.
+    """Number formats of the weights, keys and values that a server is said to use.
 
     Attributes:
-        weights: bits of a weight, 2 to 32; rounding to coarser weights is not allowed for. Above 16 it is float16's.
+        weights: bits of a weight, 2 to 32; rounding to coarser weights is not allowed for. Above 16, only the rounding
+            of float16 is allowed for.
         keys: bits of keys and values: 16, 8 (float8 with four bits of exponent, or coarser than Q8_0) or 4.
     """
 
@@ -35,7 +39,7 @@ class StatedBits:
 
 
 class Rounding(NamedTuple):
-    """The changes that one dtype makes."""
+    """The changes of log-probabilities that rounding to one dtype makes."""
 
     dtype: str  # its name in reports
     allowed: bool  # whether the server is stated to use it, or may use it anyway
@@ -43,18 +47,20 @@ class Rounding(NamedTuple):
 
 
 class _Change(Protocol):
-    """A function that returns the changes of log-probabilities from those of the exact model, for each length.
+    """A function that computes how far the model's log-probabilities have changed from those before any rounding.
 
-    The changes are those of the model's present weights, with keys and values rounded to so many bits.
+    It uses the weights that the model has at the time of the call. Keys and values are rounded to `key_bits` bits. The
+    result is one tensor for each length.
     """
 
     def __call__(self, key_bits: int | None = None) -> list[Tensor]: ...
 
 
 def roundings(model: Any, change: _Change, bits: StatedBits) -> Iterator[list[Rounding]]:
-    """Yield roundings in batches, finest first; the model's weights are overwritten.
+    """Round a model to one dtype after another, and yield how its log-probabilities change.
 
-    The dtypes of a batch are equally likely, so that none needs a look at the next batch once one of them fits.
+    They come in batches, the finest dtypes first. The dtypes of a batch are equally likely, so once one of them fits,
+    the next batch is not needed. `change` computes the changes. The model's weights are overwritten.
     """
     by_keys = change(bits.keys) if bits.keys < 16 else None
 
@@ -100,7 +106,10 @@ def _round_weights(model: Any, bits: int) -> None:
 
 
 def rounded_keys(x: Tensor, bits: int) -> Tensor:
-    """Return keys or values in so many bits: 8 are float8 with four bits of exponent, fewer are blocks with a scale."""
+    """Return keys or values rounded to this number of bits.
+
+    8 bits are float8 with four bits of exponent; with fewer bits, each block of numbers has a scale.
+    """
     if bits < 8:
         return rounded_to_bits(x.contiguous(), bits, math.gcd(_BLOCK, x.shape[-1])).to(x.dtype)
     most = torch.finfo(torch.float8_e4m3fn).max
@@ -108,9 +117,9 @@ def rounded_keys(x: Tensor, bits: int) -> Tensor:
 
 
 def rounded_to_bits(x: Tensor, bits: int, block: int) -> Tensor:
-    """Return numbers rounded to so many bits, with a float16 scale for every block, as float32.
+    """Return numbers as float32 after rounding to this number of bits, with a float16 scale for every block of numbers.
 
-    With 8 bits in blocks of 32 this is Q8_0 of llama.cpp.
+    8 bits in blocks of 32 are llama.cpp's Q8_0.
     """
     blocks = x.float().reshape(-1, block)
     scale = blocks.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)

@@ -1,4 +1,4 @@
-"""The report of a check of a running server."""
+"""`ServerReport`: the result of checking that a running server computes what was measured."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ class ServerReport(ShownAsTables):
 
     @property
     def too_coarse(self) -> bool:
-        """True if a strict check could not have revealed an error as small as it has to."""
+        """True if a strict check was demanded, but an error of 1% of the softmax scale could not have been noticed."""
         return self.strict and self.smallest_scale_error > STRICT_PERCENT
 
     @property
     def smallest_scale_error(self) -> float:
-        """The smallest error of the softmax scale, in percent, that shows under the dtype that fits the server."""
+        """The smallest error of the softmax scale, in percent, that the check could notice at the server's dtype."""
         scale_error, _ = self.smallest_errors.get(self.precision or "", (math.inf, math.inf))
         return scale_error
 
     @property
     def sentences(self) -> list[str]:
-        """The verdict, followed by notes on what it leaves open."""
+        """The verdict of the check, followed by notes on open points."""
         sentences = [f"{self.server} at {self.url} {self._verdict}"]
         if self.precision is not None:
             sentences.append(f"the remaining difference is within the rounding of {self.precision}")

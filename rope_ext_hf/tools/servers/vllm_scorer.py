@@ -1,7 +1,8 @@
-"""Scoring by a vLLM engine in place of transformers, for `rope-ext ppl --engine vllm`.
+"""Scoring of texts by a vLLM engine in place of transformers, for `rope-ext ppl --engine vllm`.
 
 An engine is started for each method, with the overrides that `rope-ext serve-config` prints. Before it scores anything,
-its losses of the first span of each length are compared with those of the patched model in transformers.
+it reads the first text ("span") of each length, and its losses are compared with those of the patched model in
+transformers.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def read_by_vllm(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[RunPlan[Any], str | None]:
-    """Return a plan of perplexity whose text vLLM reads; no weights are read.
+    """Return the plan of a perplexity run changed so that vLLM reads the text; no weights are read.
 
     Args:
         empty: the model on the meta device, as its folder describes it.
@@ -70,7 +71,7 @@ def read_by_vllm(
         trust_remote_code: whether the Python code that comes with the model may run.
 
     Returns:
-        The plan, and the reason why it leaves out the unpatched model; None: it does not.
+        The plan, and the reason why it leaves out the unpatched model; None if it does not.
 
     Raises:
         MethodError: several processes or devices measure.
@@ -103,7 +104,10 @@ def read_by_vllm(
 
 
 def _config(empty: PreTrainedModel, method: RopeMethod | None, plan: RunPlan[Any]) -> ServingConfig:
-    """Return vLLM's config for a method at all lengths: with its own rope types, or with this package's plug-in."""
+    """Return the serving config with which vLLM runs a method at all lengths of a plan.
+
+    It uses vLLM's own rope types if they are enough, else this package's plug-in.
+    """
     lengths = [int(cell[0]) for cell in plan.measurement.contents.counts]
     longest = max(plan.measurement.passes)
     base: dict[str, Any] = {"over": plan.over, "context_length": plan.context_length}
@@ -131,7 +135,7 @@ def _config(empty: PreTrainedModel, method: RopeMethod | None, plan: RunPlan[Any
 
 
 def _check_lengths(empty: PreTrainedModel, method: RopeMethod | None, lengths: list[int], base: dict[str, Any]) -> None:
-    """Raise ServingError where a method has other frequencies at some lengths than at others."""
+    """Raise ServingError if the frequencies of a method are not the same at all of these lengths."""
     if method is None:
         ropes = [(rope.method, rope.plain) for slot in find_slots(empty) for rope in slot.as_loaded.values()]
     else:
@@ -151,10 +155,10 @@ def _name(method: RopeMethod | None) -> str:
 
 
 class _VLLMScorer:
-    """A scorer that reads with vLLM what the model computes under its present patch, in place of `TokenScorer`.
+    """A scorer that computes losses with vLLM, in place of `TokenScorer`, under the model's present patch.
 
-    The model in transformers is compared with vLLM on the first span of each length. On a GPU, it is kept in main
-    memory while an engine runs.
+    The losses of the model in transformers are compared with vLLM's on the first text ("span") of each length. On a
+    GPU, the model is kept in main memory while an engine runs.
     """
 
     def __init__(
@@ -197,7 +201,7 @@ class _VLLMScorer:
         return cost
 
     def _read(self, ids: Tensor) -> Tensor:
-        """Return the negative log-likelihoods of all tokens but the first, (N - 1,) float32."""
+        """Return vLLM's negative log-likelihood of each token but the first, (N - 1,) float32."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
@@ -207,7 +211,10 @@ class _VLLMScorer:
         return -torch.tensor([scores[token].logprob for token, scores in pairs])
 
     def _start(self) -> None:
-        """Start the engine for the present patch, and compare it with transformers on the first span of each length."""
+        """Start an engine for the model's present patch, and compare it with transformers.
+
+        They are compared on the first text of each length.
+        """
         self._stop()
         specs = present_specs(self.model)
         method = None if specs == self.loaded and None in self.configs else specs[-1].method
@@ -224,7 +231,7 @@ class _VLLMScorer:
             gc.collect()
 
     def _transformers_losses(self) -> list[Tensor]:
-        """Return the losses of the first spans in transformers, and leave the GPU's memory to the engine."""
+        """Return the losses of the first text of each length in transformers, and free the GPU's memory."""
         scorer = TokenScorer(self.model.to(self.device), longest=self.longest)
         losses = [scorer.losses(ids, 1, length=length) for ids, length in self.spans]
         del scorer
@@ -234,7 +241,10 @@ class _VLLMScorer:
         return losses
 
     def _compare(self, expected: list[Tensor], method: RopeMethod | None) -> None:
-        """Raise ServingError where the engine's losses of the first spans differ by more than rounding explains."""
+        """Raise ServingError if the engine's losses differ from the expected ones by more than rounding explains.
+
+        Both are losses of the first text of each length; the expected ones are those of transformers.
+        """
         allowed = _EQUAL[self.model.dtype]
         for (ids, length), exact in zip(self.spans, expected, strict=True):
             served = self._read(ids)
@@ -272,7 +282,7 @@ class _VLLMScorer:
 
 
 def _first_spans(plan: EvalPlan) -> list[tuple[Tensor, int]]:
-    """Return the token ids of the first span of each length that a plan reads, with the length, shortest first."""
+    """Return the first text that a plan reads at each length, as token ids with the length, the shortest first."""
     spans: dict[int, Tensor] = {}
     for document, document_spans in plan.documents:
         for span in document_spans:

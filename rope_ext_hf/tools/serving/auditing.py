@@ -1,4 +1,4 @@
-"""`audit`: the numbers that each serving engine computes from a config.json or a GGUF file, and how they differ.
+"""`audit`: a comparison of the RoPE that serving engines compute from a config.json or a GGUF file.
 
 print(serving.audit("my-model/"))
 """
@@ -34,14 +34,15 @@ from rope_ext_hf.tools.serving.gguf_files import read_file_rope
 
 @dataclass(frozen=True)
 class _EngineReport:
-    """The verdict on one engine and a file.
+    """The verdict of an audit on one engine: does it compute the same RoPE from the file as transformers?
 
     Attributes:
         engine: the name of the engine.
         version: the version whose source its rules were taken from.
-        computed: the numbers; None: the engine refuses the file, or its rules for this family are unknown.
+        computed: the numbers that the engine computes; None: it refuses the file, or its rules for this family are
+            unknown.
         differs: a clause on the difference from transformers, or on why it does not run; None: there is no difference.
-        unknown: the reason why nothing can be stated; None: something can.
+        unknown: the reason why it is not known if the engine agrees; None: it is known.
         caveat: a sentence if the rules for this family were read in the engine's source, and nothing was run.
         was_run: whether its rules were checked by running anything; if not, it does not count for `Audit.agrees`.
     """
@@ -56,14 +57,14 @@ class _EngineReport:
 
     @property
     def verdict(self) -> str:
-        """The difference from transformers, in a clause."""
+        """The difference between the engine and transformers, in a clause."""
         if self.unknown:
             return f"not checked: {self.unknown}"
         return self.differs or "the same"
 
     @property
     def numbers(self) -> str:
-        """The computed numbers, in a clause; empty: there are none."""
+        """The RoPE numbers that the engine computes, in a clause; empty if there are none."""
         if self.computed is None:
             return ""
         slowest = min((value for value in self.computed.inv_freq if value), default=0.0)
@@ -75,7 +76,7 @@ class _EngineReport:
 
     @property
     def length(self) -> str:
-        """The length that the engine serves by default, in a phrase."""
+        """The length, in tokens, that the engine serves by default, as a phrase."""
         if self.computed is None or not self.computed.length:
             return "any length that it is started for"
         return f"length {self.computed.length:,} tokens"
@@ -83,7 +84,7 @@ class _EngineReport:
 
 @dataclass(frozen=True, repr=False)
 class Audit(ShownAsTables):
-    """The numbers that serving engines compute from one config.json or GGUF file.
+    """Result of an audit: the RoPE that serving engines compute from one config.json or GGUF file.
 
     Attributes:
         path: the file.
@@ -100,7 +101,7 @@ class Audit(ShownAsTables):
 
     @property
     def agrees(self) -> bool:
-        """True if all engines whose rules are known compute the same, and the file has no problems."""
+        """True if all engines whose rules are known compute the same RoPE, and the file has no problems."""
         return not self.problems and not any(report.differs for report in self.engines if report.was_run)
 
     @property
@@ -114,7 +115,7 @@ class Audit(ShownAsTables):
         return rows
 
     def _verdict(self, report: _EngineReport) -> str:
-        """Return the verdict on an engine, with its numbers unless they are those of transformers."""
+        """Return the verdict on an engine; its numbers are added if they differ from those of transformers."""
         numbers, reference = report.numbers, reference_engine().name
         if not numbers or report.unknown:
             return report.verdict
@@ -140,15 +141,15 @@ class Audit(ShownAsTables):
 
 
 def audit(path: str | Path, *, revision: str | None = None) -> Audit:
-    """Compute a model's config or GGUF file by the rules of each serving engine, and compare with transformers.
+    """Compute RoPE from a model's config or GGUF file as each serving engine does, and compare with transformers.
 
     Args:
         path: a folder, a config.json, a GGUF file, or a Hub id (whose config alone is downloaded).
         revision: branch, tag or commit on the Hub.
 
     Raises:
-        CheckpointError, FileError: no such file, a damaged one, or an adapter.
-        ServingError: a model whose angles are a table in its weights.
+        CheckpointError, FileError: the file does not exist, is damaged, or belongs to an adapter.
+        ServingError: the model has its angles as a table in its weights.
     """
     file = Path(path)
     if file.suffix == ".gguf":
@@ -161,7 +162,10 @@ def audit(path: str | Path, *, revision: str | None = None) -> Audit:
 
 
 def _with_mistral_format(report: Audit, folder: Path) -> Audit:
-    """Return the audit with a note on files in Mistral's own format beside config.json, or a problem if they differ."""
+    """Return the audit with a note if the folder also has a config in Mistral's own format, params.json.
+
+    If the two configs differ, that is a problem instead.
+    """
     reference, names = report.engines[0].computed, mistral_format_files(folder)
     if "params.json" not in names or reference is None:
         return report
@@ -183,7 +187,7 @@ def _with_mistral_format(report: Audit, folder: Path) -> Audit:
 
 @foreign_errors("this config cannot be audited")
 def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
-    """Return the audit of a config that was read already; arguments and errors are those of `audit`."""
+    """Return the audit of a config that is in memory already; arguments and errors are those of `audit`."""
     check_stated(config)
     model_type = str(config.get("model_type"))
     if family(model_type).angle_table:
@@ -207,7 +211,7 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
 
 @dataclass(frozen=True)
 class _Reference:
-    """The numbers of transformers, which the other engines are compared with."""
+    """The RoPE numbers that transformers computes from a config, with which those of the engines are compared."""
 
     report: _EngineReport
     expected: Expected | None  # None: transformers refuses the config
@@ -216,7 +220,7 @@ class _Reference:
 
 
 def _reference(config: Mapping[str, Any]) -> _Reference:
-    """Compute a config by the model's own class in transformers, or by the rules here if the class cannot be run."""
+    """Compute RoPE with the model's own class in transformers, or by the rules here if the class cannot be run."""
     from transformers import AutoConfig, __version__
 
     values = {key: copy.deepcopy(value) for key, value in config.items() if key != "model_type"}
@@ -248,7 +252,7 @@ def _reference(config: Mapping[str, Any]) -> _Reference:
 def _report(
     engine: Engine, config: Mapping[str, Any], expected: Expected | None = None, context_length: int | None = None
 ) -> _EngineReport:
-    """Return the report on an engine: its numbers, and how they differ from the expected ones.
+    """Return the report on one engine: the RoPE that it computes, and how it differs from the expected one.
 
     `context_length` is the length in tokens that the model is for; None: it is not known.
     """
@@ -273,7 +277,7 @@ def _report(
 
 
 def _problems(config: Mapping[str, Any]) -> list[str]:
-    """Return sentences on mistakes in a config, whatever engine reads it."""
+    """Return sentences on mistakes in a config that do not depend on the engine that reads it."""
     problems = []
     if isinstance(config.get("text_config"), Mapping):
         stray = [key for key in ("rope_scaling", "rope_parameters", "rope_theta") if config.get(key) is not None]

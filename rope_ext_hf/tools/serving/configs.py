@@ -1,4 +1,4 @@
-"""`serving_config`: the command and keys with which a serving engine computes what was measured here.
+"""`serving_config`: the command and keys with which a serving engine computes the RoPE that a model was measured with.
 
 They are worked out from the config of a model alone.
 
@@ -50,7 +50,7 @@ class Model(ConfigModel):
         folder: the folder or Hub id that it was read from; `name` may be changed.
         given_name: the name that the user gave.
         composite: whether the text config lies under `text_config` of the model's config.
-        whole: makes the whole model, on the meta device if it is not in memory.
+        whole: a function that makes the whole model, on the meta device if it is not in memory.
         mistral_format: whether the folder holds params.json, Mistral's own format, beside config.json.
     """
 
@@ -72,7 +72,7 @@ class Model(ConfigModel):
 
     @cached_property
     def saved(self) -> dict[str, Any] | None:
-        """The contents of config.json in its folder; None: there is none."""
+        """The contents of config.json in the model's folder; None if the folder has no such file."""
         file = Path(self.folder) / "config.json"
         return read_json(file) if file.is_file() else None
 
@@ -112,12 +112,15 @@ def open_model(
 
 
 def needs_nothing(context_length: int, target_length: int, rule: str) -> str:
-    """Return the sentence on a target length that a model is for already; lengths in tokens."""
+    """Return a sentence that says that a model needs no method, since it is for the target length already.
+
+    Lengths are in tokens.
+    """
     return f"the model is for {context_length:,} tokens ({rule}); {target_length:,} needs no extension."
 
 
 def refuse_adapter(name: str | Path, folder: Path) -> None:
-    """Raise CheckpointError for the folder of a PEFT adapter, because engines are given the whole model."""
+    """Raise CheckpointError if a folder holds a PEFT adapter, because engines are given the whole model."""
     if find_adapter(folder) is not None:
         raise CheckpointError(
             f"{short(str(name))!r} is a PEFT adapter, without a config of its own; give its base model, or merge the "
@@ -135,9 +138,10 @@ def make_target(
     context_length: int | None = None,
     **params: Any,
 ) -> Target:
-    """Return what an engine is to compute for a model with a method; the arguments are those of `rope_ext_hf.patch`.
+    """Return the target for an engine: the model with the method, and the frequencies that the engine must compute.
 
-    Without a method it is the patch that the model carries, else the model as published.
+    The arguments are those of `rope_ext_hf.patch`. Without a method it is the patch that the model carries, else the
+    model as published.
 
     Raises:
         MethodError: impossible arguments, or a target length that the model is for without a method.
@@ -190,7 +194,10 @@ def _check_runs_on_engines(method: RopeMethod) -> None:
 
 
 def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
-    """Return the target of a static method; under `changes_nothing` the model is to run as published."""
+    """Return the target for a method with fixed frequencies.
+
+    With `changes_nothing` the model is to be served as published.
+    """
     layer_type = model.layer_types[0]
     config = model.config.to_dict()
     if "rope_parameters" not in config:
@@ -275,14 +282,17 @@ def serving_config(
 
 @dataclass(frozen=True)
 class _FolderCommands:
-    """The commands that write a patched folder and serve it, which are shorter than overrides on the command line."""
+    """Maker of two commands that write a patched folder and serve it.
+
+    They are shorter than a command line with overrides of the config.
+    """
 
     engine: Engine
     model: str  # as the user gave it
     options: dict[str, Any]  # of `rope-ext patch`, by their names in Python
 
     def commands(self, target: Target, server_options: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the two command lines; none if the engine needs overrides for the folder too."""
+        """Return the two command lines; none if the engine needs overrides even for a patched folder."""
         folder = f"{Path(self.model).name}-{target.length}"
         saved = json.loads(json.dumps(target.patched))
         try:
@@ -308,7 +318,7 @@ def configure(
     server: GPUServer | None = None,
     folder_commands: _FolderCommands | None = None,
 ) -> ServingConfig:
-    """Do the work of `serving_config` once the model is opened and the target is known.
+    """Return the serving config for a model that is opened already, with a target that is known; see `serving_config`.
 
     Args:
         engine: the engine that serves.
@@ -350,10 +360,10 @@ def configure(
 def _for_saved_config(
     engine: Engine, opened: Model, target: Target, config: ServingConfig, *, from_folder: bool
 ) -> ServingConfig:
-    """Return a serving config that takes into account what config.json in the model's folder states already.
+    """Adjust a serving config to the patch that config.json in the model's folder states already, if any.
 
-    `from_folder`: whether the folder was given without a method. If the engine then runs its config.json as it is, the
-    command needs no overrides.
+    `from_folder`: whether the user gave the folder without a method. If the engine then runs its config.json as it is,
+    the command needs no overrides.
     """
     as_saved = _as_saved(opened, target)
     if as_saved is not None:
@@ -370,7 +380,9 @@ def _for_saved_config(
 
 
 def _fitting(target: Target, model: Any, server: GPUServer, *, shorten: bool) -> tuple[Target, GPUMemory]:
-    """Return the target and the memory that it takes; if it does not fit, shorten it to the longest length that does.
+    """Return the target and the GPU memory that it takes.
+
+    If it does not fit, and `shorten` is true, its length is shortened to the longest that fits.
 
     Raises:
         ServingError: it does not fit, and may not be shortened or nothing fits.
@@ -386,7 +398,10 @@ def _fitting(target: Target, model: Any, server: GPUServer, *, shorten: bool) ->
 
 
 def _as_saved(opened: Model, target: Target) -> Target | None:
-    """Return the target for an engine that reads config.json of the folder; None: it states something else."""
+    """Return the target for an engine that reads the folder's config.json as it is.
+
+    It is None if that file states another method or length.
+    """
     saved = opened.saved.get("text_config") if opened.saved and target.composite else opened.saved
     if not isinstance(saved, dict):
         return None

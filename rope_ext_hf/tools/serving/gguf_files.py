@@ -1,4 +1,4 @@
-"""GGUF files: reading the rotary embedding of one, and writing a copy that carries a method."""
+"""Functions that read the rotary embedding of a GGUF file, and write a copy of the file with a RoPE method in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Yield a reader of a GGUF file; everything that is wrong with the file is a CheckpointError."""
+    """Open a GGUF file and yield its reader; any error about the file's contents becomes a CheckpointError."""
     try:
         import gguf
     except ImportError as error:
@@ -53,7 +53,10 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _bounded_reader(base: Any) -> Any:
-    """Return a subclass of gguf's reader that raises an error at the end of the file; gguf's own reads on, as empty."""
+    """Return a subclass of gguf's reader, `base`, that raises ValueError when a file ends too early.
+
+    gguf's own reader does not notice the end of a file, and returns empty values from there on.
+    """
 
     class BoundedReader(base):  # type: ignore[misc]
         reads = 0
@@ -78,7 +81,11 @@ def _architecture(reader: Any, path: Path) -> str:
 
 
 def read_file_rope(path: Path) -> FileRope:
-    """Read the rotary embedding that a GGUF file describes; CheckpointError: a damaged file, or one without it."""
+    """Read the rotary embedding that a GGUF file describes.
+
+    Raises:
+        CheckpointError: the file is damaged, or describes no rotary embedding.
+    """
     with _opened(path) as reader:
         architecture = _architecture(reader, path)
         prefix = f"{architecture}."
@@ -105,7 +112,9 @@ def read_file_rope(path: Path) -> FileRope:
 
 
 def rewrite(source: Path, destination: Path, config: ServingConfig) -> None:
-    """Copy a GGUF file with the `gguf_keys` and tensors of a serving config; the copy appears whole or not at all.
+    """Copy a GGUF file, with the keys and tensors for RoPE changed to those of a serving config.
+
+    After an error there is no copy, not even a part of one.
 
     Raises:
         CheckpointError: the file is damaged, or the config is for another architecture or number of rotated pairs.

@@ -1,4 +1,4 @@
-"""The memory of a server's GPUs: weights, keys and values, the inputs that fit at a time, and the longest input."""
+"""Estimates of the memory that a server's GPUs need, and of the inputs that fit into it beside the weights."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "gate", "router"})
 
 @dataclass(frozen=True)
 class GPUMemory:
-    """The memory of one server, at inputs of one length.
+    """The memory of a server's GPUs, and what fits into it, if all inputs have the same length.
 
     Attributes:
         gpus: the number of GPUs.
         bytes: the memory of each GPU.
         shared_by: the number of GPUs that can share the model (tensor parallelism), at most all of them.
         weights: the bytes of weights on each GPU.
-        room: the bytes on each GPU for keys and values: 90% of it, without weights and 2 GiB for activations.
+        room: the bytes on each GPU for keys and values: 90% of its memory, less the weights and 2 GiB for activations.
         tokens: the length of an input.
-        sizes: the bytes of keys and values of one input on each GPU, by their bits, 16 and 8.
-        longest: the longest input, in tokens, that fits alone, by the bits of keys and values.
+        sizes: bits of a key or value, 16 or 8 -> the bytes of one input's keys and values on each GPU.
+        longest: bits of a key or value -> the longest input, in tokens, that fits alone.
         fewest: the number of GPUs on which this length fits, if it does not fit on these; None: it fits, or it does not
             fit on 64 GPUs either.
     """
@@ -58,17 +58,17 @@ class GPUMemory:
 
     @property
     def inputs(self) -> dict[int, int]:
-        """The number of inputs of this length that fit at a time, by the bits of keys and values."""
+        """The number of inputs of this length that fit at the same time, by the bits of a key or value."""
         return {bits: min(_MOST_INPUTS, max(0, self.room) // max(1, size)) for bits, size in self.sizes.items()}
 
     @property
     def kv_bits(self) -> int | None:
-        """The most bits of keys and values with which one input fits; None: it does not fit with any."""
+        """The most bits of a key or value, 16 or 8, with which one input fits; None: it fits with neither."""
         return next((bits for bits, inputs in self.inputs.items() if inputs), None)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The values that the template `Engine.on_gpus` is filled with."""
+        """The values with which the template `Engine.on_gpus`, an engine's options for GPUs, is filled."""
         static = math.floor(100 * (self.weights + self.room) / self.bytes) / 100
         keys = "fp8_e4m3" if self.kv_bits == 8 else "auto"
         inputs = self.inputs[self.kv_bits or 16]
@@ -112,9 +112,10 @@ class GPUMemory:
 
 
 def gpu_memory(model: PreTrainedModel, tokens: int, server: GPUServer) -> GPUMemory:
-    """Compute the memory of a server's GPUs, one if it does not state their number, at inputs of so many tokens.
+    """Compute how the weights, keys and values of a model fit into the memory of a server's GPUs.
 
-    The model may be on the meta device.
+    All inputs are taken to have `tokens` tokens. If `server` states no number of GPUs, there is one. The model may be
+    on the meta device.
 
     Raises:
         MethodError: the weights are quantised, and their bits are not given.
@@ -150,7 +151,7 @@ def gpu_memory(model: PreTrainedModel, tokens: int, server: GPUServer) -> GPUMem
 
 
 def weight_bytes(model: PreTrainedModel, *, bits: int = 16, gpus: int = 1) -> int:
-    """Return the bytes of weights on each of several GPUs that share a model."""
+    """Return the bytes of weights on each GPU, when `gpus` GPUs share the model."""
     shards = min(_shards(model.config.get_text_config()) or {gpus})
     embeddings = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part}
     total = 0.0
@@ -170,7 +171,7 @@ def weight_bytes(model: PreTrainedModel, *, bits: int = 16, gpus: int = 1) -> in
 
 
 def _shards(config: Any) -> set[int]:
-    """Return the numbers of parts that the keys and values of the layers can be split into."""
+    """Return the numbers of equal parts into which the keys and values of the layers can be split."""
     return {layer.shards for layer in cached_layers(config) if layer.per_token}
 
 

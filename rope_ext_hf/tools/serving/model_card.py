@@ -54,7 +54,10 @@ _ROWS = ("method", "over", "context length", "extended length", "saved as", "pub
 
 
 def made_from(model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Return the arguments of `write_card` for a source by its name; one on the Hub is downloaded."""
+    """Return keyword arguments of `write_card` that name the model a folder was made from.
+
+    If it is on the Hub, it is downloaded.
+    """
     folder, base_model = folder_and_hub_id(model, revision=revision)
     return {"source": folder, "base_model": base_model, "trust_remote_code": trust_remote_code}
 
@@ -150,7 +153,7 @@ def _copy_licences(source: Path, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Card:
-    """The parts of a card that are kept when it is written again."""
+    """The parts of an existing model card that are kept when the card is written again."""
 
     values: dict[str, Any] = field(default_factory=dict)  # the metadata
     text: str = ""  # the author's text
@@ -159,10 +162,10 @@ class _Card:
 
 
 def _read_card(folder: Path, *, own: bool) -> _Card:
-    """Read the card of a folder.
+    """Read the parts to keep from the card in a folder.
 
-    With `own` it is the card of the model itself. Else it is that of its source: the results are left out, because they
-    are another model's, and metadata that cannot be read are a warning instead of an error.
+    With `own` it is the card of the model itself. Else it is that of the model it was made from: the results are left
+    out, because they are another model's, and metadata that cannot be read are a warning instead of an error.
     """
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
@@ -200,7 +203,11 @@ def _read_card(folder: Path, *, own: bool) -> _Card:
 
 
 def _metadata(text: str) -> dict[str, Any]:
-    """Return the metadata at the beginning of a card; ValueError: they are not metadata of a card."""
+    """Return the YAML metadata at the beginning of a card's text.
+
+    Raises:
+        ValueError: they are not metadata of a card.
+    """
     from huggingface_hub import ModelCardData
 
     values = yaml.load(text, Loader=PlainLoader) or {}
@@ -237,7 +244,10 @@ def _loading(folder: Path, model: Any, name: str) -> str:
 
 
 def _serving(folder: Path, name: str, **trust: Any) -> Iterator[str]:
-    """Yield what `serve-config` prints for each engine, the usual server first; a click opens the others."""
+    """Yield the lines of the card on serving: the output of `serve-config` for each engine, the usual server first.
+
+    The other engines are folded, so that a click opens them.
+    """
     shown: list[tuple[str, str]] = []
     refused: dict[str, list[str]] = {}
 
@@ -279,7 +289,7 @@ def _serving(folder: Path, name: str, **trust: Any) -> Iterator[str]:
 def _checked(
     folder: Path, model: Any, runs: Iterable[Run[Any] | str | Path], **trust: Any
 ) -> Iterator[tuple[Run[Any], str]]:
-    """Yield each run with only the results of the model and of its unpatched source, and the key of its method.
+    """Yield each run, reduced to the results of this model and its unpatched source, with the key of its method.
 
     Raises:
         FileError: a run of other weights, or without this method on this rotary embedding.
@@ -337,13 +347,13 @@ def _measured_text(run: Run[Any], key: str) -> str:
 
 
 def _data_name(run: Run[Any]) -> str:
-    """Return the name of the text that was read: a dataset of the Hub, or the last part of a path of files."""
+    """Return the name of the text that a run was measured on: a dataset of the Hub, or the last part of a path."""
     data = printable(str(run.settings["data"]))
     return data if data.startswith("hf:") else data.rpartition("/")[2] or data
 
 
 def _write_results(folder: Path, runs: Iterable[tuple[Run[Any], str]]) -> None:
-    """Write one YAML file for each run, in place of those that were written before."""
+    """Write one YAML file of results for each run into .eval_results, in place of those that were written before."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     folder.mkdir(exist_ok=True)
@@ -369,18 +379,18 @@ def _write_results(folder: Path, runs: Iterable[tuple[Run[Any], str]]) -> None:
 
 
 def _plain(text: str) -> str:
-    """Return text that Markdown shows as it is, and in which no HTML, no table and no mark of this module begins."""
+    """Return text escaped for Markdown, so that it starts no HTML, no table and no comment like this module's."""
     return html.escape(printable(text), quote=False).replace("|", "\\|").replace("\n", " ")
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; its first row is the head."""
+    """Return rows as a Markdown table; the first row is the head."""
     head, *others = [f"| {' | '.join(map(_plain, row))} |" for row in rows]
     return "\n".join([head, f"|{'---|' * len(rows[0])}", *others])
 
 
 def _code(text: str, language: str = "") -> str:
-    """Return a block of code, fenced by more backticks than the text has in a row."""
+    """Return text as a Markdown code block, whose fence has more backticks than the text has in a row."""
     fence = "```"
     while fence in text:
         fence += "`"

@@ -1,4 +1,7 @@
-"""The options of a server and of an extension. Nothing here imports torch, so that --help answers at once."""
+"""Command-line options for the GPUs of a server and for the command `extend`, as dataclasses.
+
+Nothing here imports torch, so that --help answers at once.
+"""
 
 from __future__ import annotations
 
@@ -77,12 +80,12 @@ class Extending(GPUServer):
 
     @property
     def server(self) -> GPUServer:
-        """The GPUs alone."""
+        """The options for the server's GPUs, without those for the extension."""
         return GPUServer(gpus=self.gpus, gpu_memory=self.gpu_memory, weight_bits=self.weight_bits)
 
     @property
     def underneath(self) -> dict[str, Any]:
-        """The rotary embedding to extend, as arguments of `rope_ext_hf.patch`."""
+        """The arguments of `rope_ext_hf.patch` that say which rotary embedding of the model is extended."""
         return {"over": self.over, "context_length": self.context_length}
 
     def check_early(self) -> None:

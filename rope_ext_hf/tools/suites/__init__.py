@@ -1,4 +1,4 @@
-"""Suites of long-context tasks such as RULER, and the measurement of how much a model uses its context.
+"""Suites of long-context tasks such as RULER, and a measurement of how much a model uses distant context.
 
 from rope_ext_hf.tools.suites import Gain, Tasks, tasks
 """

@@ -33,7 +33,7 @@ _OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
 
 
 class Story(NamedTuple):
-    """Facts with a question about them, and its answer."""
+    """A list of facts, a question about them, and the answer to it."""
 
     facts: list[str]  # sentences, in the order of events
     question: str
@@ -43,7 +43,10 @@ class Story(NamedTuple):
 
 @register_suite
 class BabiLong(Suite):
-    """The tasks qa1 to qa5; an answer is right if it names the right word and no other word of the task's answers."""
+    """The suite BABILong: tasks qa1 to qa5 about facts in a long text.
+
+    An answer is right if it contains the right word and none of the words that would be other answers to the task.
+    """
 
     name = "babilong"
     tasks = ("qa1", "qa2", "qa3", "qa4", "qa5")
@@ -59,7 +62,7 @@ class BabiLong(Suite):
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
-        """Return 1 if the answer's first sentence has the right word and none of the others, else 0.
+        """Return 1 if the answer's first sentence has the right word and none of the wrong ones, else 0.
 
         This is `compare_answers` of BABILong.
         """
@@ -71,13 +74,13 @@ class BabiLong(Suite):
 
 @lru_cache(maxsize=1)
 def _sentences(text: str) -> list[str]:
-    """Return the sentences of a text that are not too short."""
+    """Return the sentences of a text, without those that are too short to hide facts among."""
     parts = (part.strip() for part in re.split(r"(?<=[.!?])\s+|\n+", text))
     return [part for part in parts if len(part) >= _LEAST_SENTENCE]
 
 
 def _sample(task: str, settings: PromptSettings, sentences: Sequence[str], index: int, noise: int) -> Sample:
-    """Return the prompt with this index, with `noise` sentences of the haystack around the facts."""
+    """Make prompt number `index` of a task, with `noise` sentences of the haystack around the facts."""
     rng = random.Random(f"{task} {settings.seed} {index}")
     story = STORIES[task](rng)
     start = rng.randrange(len(sentences))
@@ -99,7 +102,7 @@ def _goes(rng: random.Random, who: str, room: str) -> str:
 
 
 def _where_is_somebody(rng: random.Random) -> Story:
-    """Return a story of qa1: people walk about, and one of them is sought."""
+    """Return a story for task qa1: people walk about, and the question is where one of them is."""
     facts, rooms = [], dict[str, str]()
     for _ in range(rng.randint(2, 10)):
         who = rng.choice(_PEOPLE)
@@ -110,7 +113,7 @@ def _where_is_somebody(rng: random.Random) -> Story:
 
 
 class _CarriedThing(NamedTuple):
-    """A story of people who walk about, take things and drop them, and one of the things."""
+    """Facts about people who walk about, take things and drop them, with one thing and the rooms that it was in."""
 
     facts: list[str]
     thing: str
@@ -118,7 +121,10 @@ class _CarriedThing(NamedTuple):
 
 
 def _carried_thing(rng: random.Random, fewest: int, most: int, least_rooms: int) -> _CarriedThing:
-    """Return a story of `fewest` to `most` facts, with a thing that was in at least `least_rooms` rooms."""
+    """Return `fewest` to `most` facts about people who carry things, and a thing that was in several rooms.
+
+    The thing was in at least `least_rooms` rooms.
+    """
     facts = list[str]()
     rooms = dict[str, str]()  # by person, the room that they are in
     holder = dict[str, str]()  # by thing, the person who carries it
@@ -155,19 +161,22 @@ def _carried_thing(rng: random.Random, fewest: int, most: int, least_rooms: int)
 
 
 def _where_is_a_thing(rng: random.Random) -> Story:
-    """Return a story of qa2: people carry things about, and one of the things is sought."""
+    """Return a story for task qa2: people carry things about, and the question is where a thing is."""
     facts, thing, rooms = _carried_thing(rng, 4, 16, least_rooms=1)
     return Story(facts, f"Where is the {thing}?", rooms[-1], _ROOMS)
 
 
 def _where_was_a_thing(rng: random.Random) -> Story:
-    """Return a story of qa3: people carry things about, and the last room but one of a thing is sought."""
+    """Return a story for task qa3: people carry things about, and the question is about the last room but one.
+
+    That is the room where a thing was before it came to its last room.
+    """
     facts, thing, rooms = _carried_thing(rng, 8, 32, least_rooms=2)
     return Story(facts, f"Where was the {thing} before the {rooms[-1]}?", rooms[-2], _ROOMS)
 
 
 def _what_lies_there(rng: random.Random) -> Story:
-    """Return a story of qa4: three rooms lie beside each other, and one of them is sought by its direction."""
+    """Return a story for task qa4: three rooms lie beside each other, and the question is which lies in a direction."""
     first, middle, last = rng.sample(_ROOMS, 3)
     direction = rng.choice(list(_OPPOSITE))
     # The opposite direction would put the first and the last room on the same side of the middle one.
@@ -184,7 +193,7 @@ def _what_lies_there(rng: random.Random) -> Story:
 
 
 def _who_gave_what(rng: random.Random) -> Story:
-    """Return a story of qa5: people give things to each other, and the last gift is asked about."""
+    """Return a story for task qa5: people give things to each other, and the question is about the last gift."""
     facts, holder = list[str](), dict[str, str]()
     gifts = list[tuple[str, str, str]]()  # who gave what to whom
     while not gifts or len(facts) < 4 or (len(facts) < 20 and rng.random() < 0.8):

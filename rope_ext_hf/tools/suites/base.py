@@ -1,7 +1,7 @@
-"""Base of the task suites: prompts at a given length, their right answers, and the score of an answer.
+"""`Suite`, the base class of task suites: it makes prompts of a given length, with right answers, and scores answers.
 
-A suite called json-kv is one file of this folder, json_kv.py, with a `Suite` under `register_suite`. Nothing outside
-that file names it. A suite makes its prompts from a seed and a text; no file is downloaded.
+To add a suite called json-kv, write a file json_kv.py in this folder, with a subclass of `Suite` decorated by
+`register_suite`. No other file needs a change. A suite makes its prompts from a seed and a text; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LENGTH_TRIES = 8  # lengths to try when searching for one that a task fits into
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and its right answers."""
+    """One prompt of a task, with its right answers."""
 
     prompt: str  # the text that the model reads; with a chat template, the user's message
     prefix: str  # the beginning of the answer, given to the model after the prompt
@@ -40,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """The settings that the prompts of a task are made with."""
+    """The settings that determine the prompts of a task: tokenizer, length, seed and others."""
 
     tokenizer: PreTrainedTokenizerBase  # counts the tokens of prompts, without special tokens
     length: int  # tokens of prompt and generation together, at most
@@ -52,22 +52,23 @@ class PromptSettings:
 
     @property
     def room(self) -> int:
-        """Tokens that are left for prompt and generation when the reserved ones are taken off."""
+        """Tokens that prompt and generated answer may have together: the length without the reserved tokens."""
         return self.length - self.reserved
 
     def tokens(self, text: str) -> int:
-        """Return the number of tokens of a text, without special tokens."""
+        """Return the number of tokens in a text, without special tokens."""
         return count_tokens(self.tokenizer, text)
 
 
 class Suite(ABC):
-    """A set of tasks that are measured and averaged together.
+    """A set of tasks whose scores are averaged; a subclass makes the prompts and scores the answers.
 
     Attributes:
         name: the suite's name on the command line and in results.
         tasks: names of its tasks, in the order in which they are shown.
         seed: the default seed of its prompts.
-        score_by: the default way to score answers, "generate" or "rank".
+        score_by: the default way to score: "generate" an answer, or "rank" the right answer among wrong ones by
+            likelihood.
     """
 
     name: ClassVar[str]
@@ -76,7 +77,9 @@ class Suite(ABC):
     score_by: ClassVar[str] = "generate"
 
     def samples(self, task: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[Sample]:
-        """Make the prompts of one of the `tasks`; tokenizer and settings are fields of `PromptSettings`.
+        """Make the prompts for one task, with their right answers.
+
+        `task` is one of `tasks`. The tokenizer and the settings are fields of `PromptSettings`.
 
         Raises:
             ImportError: a package that the suite draws words from is not installed.
@@ -95,12 +98,12 @@ class Suite(ABC):
             raise MethodError(f"{error}; {advice}") from error
 
     def check(self, task: str, settings: PromptSettings) -> None:
-        """Raise TooShortError where a task does not fit into a length; no prompt beyond the smallest is made."""
+        """Raise TooShortError if a task does not fit into the length; only the smallest prompt is made."""
         _check_tokenizer(task, settings)
         self.make(task, replace(settings, check_only=True))
 
     def least_length(self, task: str, settings: PromptSettings) -> int | None:
-        """Return the shortest length from `settings.length` on that the task fits into, or None where there is none."""
+        """Return the shortest length that a task fits into, not shorter than `settings.length`; None: there is none."""
         length = settings.length
         for _ in range(_LENGTH_TRIES):  # a suite may need more room for the prompts of a longer length
             try:
@@ -115,11 +118,17 @@ class Suite(ABC):
 
     @abstractmethod
     def make(self, task: str, settings: PromptSettings) -> list[Sample]:
-        """Make the prompts that `samples` returns; with `check_only` return none once the smallest is known to fit."""
+        """Make the prompts for a task; `samples` calls this.
+
+        If `settings.check_only` is set, stop once the smallest prompt is known to fit, and return none.
+        """
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
-        """Return the share of references that an answer contains, ignoring case: RULER's `string_match_all`."""
+        """Return the share of the right answers, `references`, that an answer contains, ignoring case.
+
+        This is RULER's `string_match_all`.
+        """
         return sum(reference.lower() in answer.lower() for reference in references) / len(references)
 
 
@@ -129,17 +138,17 @@ def _check_tokenizer(task: str, settings: PromptSettings) -> None:
 
 
 def wordings(suite: str) -> dict[str, Any]:
-    """Return the wordings of a suite's prompts, as wordings.toml has them."""
+    """Return the texts from which a suite's prompts are made, as read from wordings.toml."""
     return dict(package_table("rope_ext_hf.tools.suites", "wordings.toml")[suite])
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """Return the number of tokens of a text, without special tokens."""
+    """Return the number of tokens in a text, without special tokens."""
     return len(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
 
 
 def largest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the largest size that fits of those that a binary search from `low` to `high` tries; None: none fits."""
+    """Return the largest size that a binary search from `low` to `high` finds to fit; None: it finds none."""
     best = None
     while low <= high:
         middle = (low + high) // 2
@@ -153,10 +162,13 @@ def largest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | N
 def fill(
     task: str, settings: PromptSettings, sample: Callable[[int, int], Sample], smallest: int, step: int
 ) -> list[Sample]:
-    """Make prompts that fill their length as far as whole parts (facts, nodes, sentences) allow.
+    """Make prompts as long as the length allows when only whole parts (facts, nodes, sentences) can be added.
 
     Args:
-        sample: makes the prompt with an index, of a size in parts; a larger size gives a longer prompt.
+        task: the name of the task.
+        settings: the number of prompts, their length and more.
+        sample: a function that makes a prompt from its index and its size in parts; a larger size gives a longer
+            prompt.
         smallest: the smallest size of a prompt.
         step: parts by which a second prompt is larger than the smallest, to estimate the tokens of one part.
 
@@ -172,7 +184,7 @@ def fill(
 
 
 def _filled(of_size: Callable[[int], Sample], room: int, smallest: int, step: int) -> Sample:
-    """Return the largest prompt of at most `room` tokens."""
+    """Make the largest prompt that has at most `room` tokens; `of_size` makes a prompt of a size in parts."""
     tokens_per_part = max(1, of_size(smallest + step).length - of_size(smallest).length) / step
     most = max(smallest, int(2 * room / tokens_per_part) + 1)
     size = largest_fitting(smallest, most, lambda size: of_size(size).length <= room)
@@ -181,7 +193,7 @@ def _filled(of_size: Callable[[int], Sample], room: int, smallest: int, step: in
 
 
 class TooShortError(MethodError):
-    """A length that the smallest prompt of a task does not fit into.
+    """An error for a length into which not even the smallest prompt of a task fits.
 
     Attributes:
         task: the task.
@@ -217,7 +229,7 @@ def suite_names() -> list[str]:
 
 
 def check_suite(name: str) -> None:
-    """Raise MethodError where no suite has this name; no suite is imported."""
+    """Raise MethodError if no suite has this name; no suite is imported."""
     entry("suite", name, dict.fromkeys(sorted({*suite_names(), *_SUITES})))
 
 
@@ -229,7 +241,7 @@ def list_suites() -> dict[str, Suite]:
 
 
 def suite(name: str) -> Suite:
-    """Return the suite of this name.
+    """Return the suite with this name.
 
     Raises:
         MethodError: there is none; the message has the nearest name.

@@ -1,10 +1,11 @@
-"""Rows with evidence for an answer, and the prompts that are made of them.
+"""Rows of a data set, each a text with evidence that answers a question, and the prompts that are made of them.
 
     {"context": "... The bridge opened in 1937. ...", "evidence": "The bridge opened in 1937.",
-     "question": "\\nThe bridge opened in", "answer": " 1937"}
+     "question": "\nThe bridge opened in", "answer": " 1937"}
 
-Each row gives two prompts per cell: one with its evidence, and one with other text of as many tokens in its place.
-Between evidence and answer stand `distance` tokens, which begin with the text that follows the evidence in its context.
+For each length and each distance that is measured, a row gives two prompts: one with its evidence, and one with other
+text of as many tokens in its place. Between evidence and answer stand `distance` tokens, which begin with the text that
+follows the evidence in its context.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LEAST_LINE = 20  # characters of a docstring's first line; shorter ones make no
 
 
 class TextRow(NamedTuple):
-    """One row as text."""
+    """One row as text: a context with the evidence in it, a question and the answer."""
 
     name: str
     before: str  # the context's text before the evidence
@@ -48,7 +49,7 @@ class TextRow(NamedTuple):
 
 
 class _Prompts(NamedTuple):
-    """The two prompts of a row, each without the answer."""
+    """The two prompts made of a row: with the evidence, and with other text in its place; neither has the answer."""
 
     with_evidence: Tensor  # (length - answer tokens,) int64
     without_evidence: Tensor  # the same shape and dtype
@@ -57,7 +58,10 @@ class _Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One row as token ids, each part (tokens,) int64, with the texts that fill its prompts."""
+    """One row as token ids, with other texts (`fillers`) that make its prompts as long as needed.
+
+    Each part is a (tokens,) int64 tensor.
+    """
 
     head: Tensor  # the first tokens of every prompt: a BOS token, or none
     before: Tensor
@@ -68,7 +72,10 @@ class TokenRow:
     fillers: tuple[Tensor, ...]  # texts without the evidence, in the order in which they follow the row's context
 
     def prompts(self, length: int, distance: int) -> _Prompts:
-        """Return the prompts of `length` tokens, answer included, with `distance` tokens from evidence to answer."""
+        """Return the row's two prompts: with the evidence, and with other text in its place.
+
+        With the answer each has `length` tokens, and there are `distance` tokens from the evidence to the answer.
+        """
         replacements = self.fillers[len(self.fillers) // 2 :] + self.fillers  # not the texts that stand next to it
         replacement = _first_tokens(cycle(replacements), len(self.evidence))
         after = _first_tokens(chain([self.after], cycle(self.fillers)), distance - len(self.question))
@@ -82,7 +89,7 @@ class TokenRow:
 
 
 def _first_tokens(texts: Iterable[Tensor], count: int) -> Tensor:
-    """Return the first `count` tokens of the texts, set end to end."""
+    """Return the first `count` tokens of the texts joined together."""
     pieces = []
     for text in texts:
         pieces.append(text[:count])
@@ -93,7 +100,7 @@ def _first_tokens(texts: Iterable[Tensor], count: int) -> Tensor:
 
 
 class RowTokenizer:
-    """A tokenizer of rows that keeps the tokens of every text, since one context fills the prompts of many rows."""
+    """A tokenizer for rows that remembers the tokens of each text, since one context fills the prompts of many rows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -101,23 +108,24 @@ class RowTokenizer:
         self._tokens: dict[str, Tensor] = {}
 
     def tokens(self, text: str) -> Tensor:
-        """Return the token ids of a text, (tokens,) int64."""
+        """Return the token ids of a text as a (tokens,) int64 tensor."""
         if text not in self._tokens:
             self._tokens[text] = torch.tensor(encode(self.tokenizer, text), dtype=torch.int64)
         return self._tokens[text]
 
     def question_and_answer(self, row: TextRow) -> tuple[Tensor, Tensor]:
-        """Return the token ids of a row's question and of the answer after it, (tokens,) int64 each."""
+        """Return the token ids of a row's question and of the answer after it, as two (tokens,) int64 tensors."""
         question, answer = encode_answer(self.tokenizer, row.question, row.answer)
         return torch.tensor(question, dtype=torch.int64), torch.tensor(answer, dtype=torch.int64)
 
     def row(self, row: TextRow, texts: Sequence[str], enough: int) -> TokenRow:
-        """Return a row as token ids.
+        """Turn a row of text into token ids.
 
         Args:
             row: the row.
-            texts: the texts that may fill its prompts, nearest first; those that contain the evidence are left out.
-            enough: tokens of filling text after which no further text is taken.
+            texts: other texts that may fill up the row's prompts, in the order in which they are used. Texts that
+                contain the evidence are left out.
+            enough: the number of tokens at which no further text is taken.
 
         Raises:
             CorpusError: each of the texts contains the evidence, or is empty.
@@ -141,9 +149,10 @@ class RowTokenizer:
 
 
 def read_rows(data: Any) -> tuple[dict[str, TextRow], str]:
-    """Return the rows of a corpus by name, in order, and the corpus's name in results.
+    """Return the rows of a data set by name, in order, and the data set's name in results.
 
-    `data` is anything that `rope_ext_hf.reading.corpora.load` takes and that has the four columns.
+    `data` is anything that `rope_ext_hf.reading.corpora.load` takes and that has the four columns context, evidence,
+    question and answer.
 
     Raises:
         CorpusError: a column is missing or has no text, or the evidence does not stand exactly once in its context.
@@ -154,7 +163,7 @@ def read_rows(data: Any) -> tuple[dict[str, TextRow], str]:
 
 
 def _text_row(context: Any, evidence: Any, question: Any, answer: Any) -> TextRow:
-    """Return the row that four documents hold, one of each column."""
+    """Return a row made of four documents: one from each of the columns context, evidence, question and answer."""
     for column, document in zip(_COLUMNS, (context, evidence, question, answer), strict=True):
         if document.name != context.name or document.ids is not None or not utf8_bytes(document.name, document.text):
             raise CorpusError(f"{context.name}: the column {column!r} has no text")
@@ -172,7 +181,7 @@ def docstring_rows() -> list[dict[str, str]]:
     """Return rows made of the docstrings of Python modules that the bundled model was not trained on.
 
     A context is the name of a class or function with its docstring. The docstring's first line is the evidence; the
-    question is the name, and the answer is that line. A first line that two docstrings share makes no row.
+    question is the name, and the answer is that line. If two docstrings have the same first line, they make no rows.
     """
     documented = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings: dict[str, str] = {}

@@ -40,14 +40,17 @@ _DOCSTRINGS = "docstrings"  # the name of the rows that need no file
 
 @dataclass(frozen=True)
 class GainSetting:
-    """The number of rows that a run reads, and of rows that it leaves out."""
+    """The number of rows that a run of the `gain` measurement reads, and of rows that are too long for it."""
 
     rows: int  # rows that are read
     too_long: int  # rows that do not fit into every length and distance
 
 
 class AnswerLoss(NamedTuple):
-    """The loss of one answer with the evidence and without it, in nats summed over the answer's tokens."""
+    """The loss of one answer after a prompt with the evidence and after one without it.
+
+    Losses are in nats, summed over the answer's tokens.
+    """
 
     with_evidence: float
     without_evidence: float
@@ -55,7 +58,7 @@ class AnswerLoss(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """The amount by which the evidence lowers the loss."""
+        """The amount, in nats, by which the evidence in the prompt lowers the loss of the answer."""
         return self.without_evidence - self.with_evidence
 
     def to_record(self) -> list[float]:
@@ -64,7 +67,10 @@ class AnswerLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextGain(MethodResult):
-    """The gain from evidence at one distance in one context length; every answer token weighs the same.
+    """The gain from evidence, measured at one context length and one distance between evidence and answer.
+
+    The gain is the amount by which evidence in the prompt lowers the loss of the answer. Every answer token weighs the
+    same.
 
     Attributes:
         method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
@@ -131,7 +137,10 @@ class GainRuns(RunKind):
         )
 
     def table(self, run: Run[ContextGain], *, detailed: bool = False) -> Table:
-        """Return the gains, a row per method and distance and a column per length; `detailed` adds the intervals."""
+        """Return the gains from evidence as a table: a row per method and distance, and a column per length.
+
+        `detailed` adds the confidence intervals.
+        """
         setting: Mapping[str, int] = run.settings["setting"]
         title = "Gain from evidence in the context, nats per token of the answer"
         left_out = f", {setting['too_long']} too long and left out" if setting["too_long"] else ""
@@ -143,7 +152,10 @@ class GainRuns(RunKind):
         return two_column_table(run, title, caption, "distance", "{:,}".format, cell)
 
     def measures(self, run: Run[ContextGain]) -> Sequence[Measure]:
-        """Return the gain as a measure; an item is a row, with all distances of a length together."""
+        """Return the gain from evidence as a measure, so that methods can be compared row by row of the data set.
+
+        A row counts once for each length, with all distances together.
+        """
 
         def gains_and_tokens(results: Sequence[ContextGain]) -> list[tuple[float, float]]:
             answers_by_row = zip(*(result.answers for result in results), strict=True)
@@ -161,7 +173,7 @@ class GainRuns(RunKind):
 
 
 def _gain_cell(run: Run[ContextGain], result: ContextGain, detailed: bool) -> Text:
-    """Return the text of a table's cell: the gain with its marks, `detailed` with its interval below."""
+    """Return the text in a cell of the table: the gain with its marks, and below it the interval if `detailed`."""
     unsure = "?" if result.outcome is Outcome.NO_DIFFERENCE else " "
     interval = "" if result.low is None or not detailed else f"\n{result.low:+.2f} to {result.high:+.2f}"
     style = "green" if result.outcome is Outcome.BETTER else ""
@@ -169,7 +181,10 @@ def _gain_cell(run: Run[ContextGain], result: ContextGain, detailed: bool) -> Te
 
 
 class _GainMeasurement(Measurement):
-    """The losses of the rows' answers at every length and distance; each row fits into every such cell."""
+    """The measurement of the losses of the rows' answers, with evidence and without, at every length and distance.
+
+    Rows that do not fit into every length and distance are not among them.
+    """
 
     kind = "gain"
 
@@ -193,7 +208,10 @@ class _GainMeasurement(Measurement):
                 yield f"{len(ids)}".encode() + ids.numpy().tobytes()
 
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[AnswerLoss]:
-        """Score one row's answer with the evidence and without it; what both prompts begin with is read once."""
+        """Compute the loss of one row's answer with the evidence and without it, for each length and distance.
+
+        The beginning that both prompts share is read once.
+        """
         row = self._rows[item]
         for cell in cells:
             length, distance = map(int, cell)
@@ -211,7 +229,7 @@ class _GainMeasurement(Measurement):
 def _plan(
     question: Gain, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[_GainMeasurement]:
-    """Read the rows, choose among those that fit, and make and check their prompts."""
+    """Return the plan of a `gain` run: read the rows, choose among those that fit, and check their prompts."""
     text_tokenizer: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
     bundled = isinstance(question.data, str) and question.data == _DOCSTRINGS
     rows, source = read_rows(docstring_rows() if bundled else question.data)
@@ -254,7 +272,11 @@ def _cells(question: Gain) -> list[tuple[int, int]]:
 
 
 def _fitting(rows: Iterable[TextRow], cells: Sequence[tuple[int, int]], tokenizer: RowTokenizer) -> list[TextRow]:
-    """Return the rows that fit into every cell; MethodError where none does."""
+    """Return the rows that fit into every context length and distance (`cells`).
+
+    Raises:
+        MethodError: no row fits.
+    """
     room = min(length - distance for length, distance in cells) - len(tokenizer.head)
     question_room = min(distance for _, distance in cells)
     fitting, sizes = [], []

@@ -23,7 +23,10 @@ _PROMPT: str = wordings("graphwalks")["prompt"]
 
 @register_suite
 class GraphWalks(Suite):
-    """The tasks `bfs` (nodes at a depth) and `parents`; an answer's score is the F1 of its set of nodes."""
+    """The suite GraphWalks: the task `bfs` asks for the nodes at a depth, the task `parents` for a node's parents.
+
+    An answer's score is the F1 of its set of nodes.
+    """
 
     name = "graphwalks"
     tasks = ("bfs", "parents")
@@ -33,7 +36,10 @@ class GraphWalks(Suite):
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
-        """Return the F1 of the nodes in an answer's last line, as in lm-eval's graphwalks; 1 if both sets are empty."""
+        """Return the F1 of the nodes that an answer's last line lists, compared with the right ones.
+
+        It is computed as in lm-eval's graphwalks, and is 1 if both sets are empty.
+        """
         answered, right = _nodes(answer), _nodes(references[0])
         if answered is None or right is None:
             return 0.0
@@ -43,7 +49,10 @@ class GraphWalks(Suite):
 
 
 def _nodes(text: str) -> set[str] | None:
-    """Return the nodes listed after "Final Answer:" in the last line, without quotes; None if no list stands there."""
+    """Return the nodes that are listed after "Final Answer:" in the last line of a text; None if there is no list.
+
+    Quotes around the names are removed.
+    """
     match = re.search(r"Final Answer:\s*\[(.*)\]", text.rstrip("\n").split("\n")[-1])
     if match is None:
         return None
@@ -51,7 +60,7 @@ def _nodes(text: str) -> set[str] | None:
 
 
 def _sample(task: str, settings: PromptSettings, index: int, count: int) -> Sample:
-    """Return the prompt with this index, about a graph of `count` nodes."""
+    """Make prompt number `index` of a task, about a graph with `count` nodes."""
     rng = random.Random(f"{task} {settings.seed} {index}")
     nodes = list(dict.fromkeys(f"{rng.getrandbits(40):010x}" for _ in range(count)))
     start, depth = rng.random(), rng.choice(_DEPTHS)

@@ -1,9 +1,9 @@
-"""Retrieval of one value from a long JSON object, after `json_kv` of HELMET (Yen et al. 2024, arXiv 2410.02694, MIT).
+"""A suite with one task: retrieve a value from a long JSON object, as in `json_kv` of HELMET.
 
-Keys and values are random UUIDs, as in "Lost in the Middle" (Liu et al. 2023, arXiv 2307.03172). Two keys with their
-values stand before the question as examples. The object has as many keys as the length allows, and the key in question
-stands at a random place. The wording is HELMET's with two changes: the object has a heading, and the instruction, which
-stands below the object, says "above".
+HELMET is Yen et al. 2024 (arXiv 2410.02694, MIT). Keys and values are random UUIDs, as in "Lost in the Middle" (Liu et
+al. 2023, arXiv 2307.03172). Two keys with their values stand before the question as examples. The object has as many
+keys as the length allows, and the key in question stands at a random place. The wording is HELMET's with two changes:
+the object has a heading, and the instruction, which stands below the object, says "above".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BUDGET = 100  # tokens of an answer, as in HELMET
 
 @register_suite
 class JsonKv(Suite):
-    """A single task, `kv`: return the value of a key."""
+    """The suite json-kv, whose only task, `kv`, asks for the value of one key in a long JSON object."""
 
     name = "json-kv"
     tasks = ("kv",)
@@ -31,7 +31,7 @@ class JsonKv(Suite):
 
 
 def _sample(settings: PromptSettings, index: int, keys: int) -> Sample:
-    """Return the prompt with this index, whose JSON object has `keys` keys."""
+    """Make prompt number `index`, whose JSON object has `keys` keys."""
     rng = random.Random(f"{settings.seed} {index}")
     place = rng.random()
     uuids = [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2 * keys)]

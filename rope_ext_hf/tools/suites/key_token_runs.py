@@ -1,4 +1,7 @@
-"""Runs that find key tokens with an evaluator model, and the scoring of LongPPL over them; see `key_tokens`."""
+"""Runs in which an evaluator model finds key tokens, and the scoring of LongPPL: perplexity of key tokens.
+
+Key tokens are those that a model predicts well only with a long context; see `key_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ _KEYS_FILE = "keys.json"
 
 
 class _DocumentKeys(NamedTuple):
-    """The key tokens of one document."""
+    """The key tokens that were found in one document: the tokens that a long context helps to predict."""
 
     name: str
     compared: int  # tokens that were read with a long and with a short context
@@ -59,7 +62,7 @@ class _DocumentKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class _KeyTokens(MethodResult):
-    """The key tokens that an evaluator found in all documents."""
+    """Result of a search: the key tokens that an evaluator model found in all documents."""
 
     setting: KeySetting
     compared: int  # tokens that were read with a long and with a short context
@@ -72,7 +75,10 @@ class _KeyTokens(MethodResult):
 
 @register_run_kind
 class KeyTokenRuns(RunKind):
-    """Runs that find the key tokens of documents; the only cell is the longest context length."""
+    """Runs that search documents for key tokens: the tokens that a long context helps to predict.
+
+    There is a single context length, the longest.
+    """
 
     name = "keys"
     setting = KeySetting
@@ -107,7 +113,10 @@ class KeyTokenRuns(RunKind):
 
 
 class _Pass(NamedTuple):
-    """One long context: the tokens `start` to `stop` - 1 of a document, as the evaluator's tokenizer cuts it."""
+    """A long context that the evaluator model reads at once: the tokens `start` to `stop` - 1 of a document.
+
+    Tokens are counted by the evaluator's tokenizer.
+    """
 
     start: int
     stop: int
@@ -115,7 +124,10 @@ class _Pass(NamedTuple):
 
 
 class _KeyTokenMeasurement(Measurement):
-    """The search for key tokens among the tokens that a perplexity run scores at its longest length."""
+    """The search for key tokens, those that a long context helps to predict, for LongPPL.
+
+    It searches among the tokens that a perplexity run scores at its longest length.
+    """
 
     kind = "keys"
 
@@ -135,7 +147,7 @@ class _KeyTokenMeasurement(Measurement):
                 self.scored += 2 * (long_pass.stop - long_pass.first)
 
     def _sizes(self, long_pass: _Pass) -> list[int]:
-        """Return the tokens of a long context, followed by those of each of its windows."""
+        """Return the number of tokens in a long context, followed by those in each short context cut from it."""
         start, stop, first = long_pass
         window, stride = self.setting.window, self.setting.stride
         windows = max(0, -(-(stop - max(first, start + window)) // stride))
@@ -163,7 +175,11 @@ class _KeyTokenMeasurement(Measurement):
         yield cells[0], _DocumentKeys(document.name, len(compared), len(keys), ranges), scorer.take_cost()
 
     def _search(self, scorer: TokenScorer, ids: Any, long_pass: _Pass) -> tuple[set[int], set[int]]:
-        """Return the tokens whose losses with long and short context are compared, and the key tokens among them."""
+        """Return the tokens of one long context that were examined, and the key tokens among them.
+
+        Tokens are examined if they have both a loss with long context and one with short context. Both sets hold places
+        of tokens in the document.
+        """
         start, stop, first = long_pass
         # At the start of a document the prefix is read before it; further on it replaces the first tokens of the pass.
         shift = start or -len(self.prefix)
@@ -180,7 +196,7 @@ def _plan_keys(
     plan: RunPlan[PerplexityMeasurement],
     window: int | None,
 ) -> RunPlan[_KeyTokenMeasurement]:
-    """Plan the search for key tokens among the tokens that a plan scores at its longest length.
+    """Plan a run that searches for key tokens among the tokens that a perplexity run scores at its longest length.
 
     Args:
         evaluator: the model that finds them; it may be on the meta device.
@@ -211,10 +227,11 @@ def _plan_keys(
 
 
 def _passes(document: Tokens, retokenized: Tokens, spans: Iterable[Span], longest: int, window: int) -> list[_Pass]:
-    """Return the passes that cover the text of the longest spans, in tokens of the evaluator.
+    """Return the long contexts that the evaluator must read to cover the text of the longest spans.
 
-    `document` and `retokenized` are the same text in tokens of the measured model and of the evaluator. A span is read
-    up to the last token that it scores. Passes in which no token has a whole window before it are left out.
+    A span is a text that the measured model reads at once. `document` and `retokenized` are the same document in tokens
+    of the measured model and of the evaluator. A span is covered up to the last token that it scores. A context in
+    which no token has a whole `window` before it is left out.
     """
     characters = character_spans(document)
     starts, stops = zip(*character_spans(retokenized), strict=True) if len(retokenized.ids) else ((), ())
@@ -231,7 +248,7 @@ def _passes(document: Tokens, retokenized: Tokens, spans: Iterable[Span], longes
 
 
 def _warn_of_reach(evaluator: PreTrainedModel, longest_pass: int) -> None:
-    """Warn where an evaluator reads more tokens than it is made for."""
+    """Warn if the evaluator model is to read longer inputs than it is made for."""
     described = describe(evaluator)
     reach = described.extended_length or described.context_length
     if reach < longest_pass:
@@ -242,7 +259,7 @@ def _warn_of_reach(evaluator: PreTrainedModel, longest_pass: int) -> None:
 
 
 def _keys_of_run(run: Run[_KeyTokens], plan: RunPlan[_KeyTokenMeasurement]) -> KeyRanges:
-    """Return the key tokens that a complete run found, and write them to the run's folder if it has one."""
+    """Return the key tokens that a complete run found; if the run has a folder, write them there, too."""
     (result,) = run.results
     name = Path(run.settings["model"]).name or "model"
     digests = {document.name: text_digest(document) for document, _ in plan.measurement.documents}
@@ -259,7 +276,7 @@ def _keys_of_run(run: Run[_KeyTokens], plan: RunPlan[_KeyTokenMeasurement]) -> K
 def score_key_tokens(
     plan: RunPlan[PerplexityMeasurement], question: Perplexity, measure_with: MeasureWith
 ) -> RunPlan[PerplexityMeasurement]:
-    """Return the plan with LongPPL measured, too, over the key tokens that `question.keys_by` names.
+    """Return the plan of a perplexity run extended so that LongPPL, perplexity over key tokens alone, is measured, too.
 
     `question.keys_by` is a file of key tokens, or a model that finds them: `measure_with` measures a plan with the
     model of this name. Where that returns None, as in a dry run, the plan is returned unchanged. Warns where key tokens

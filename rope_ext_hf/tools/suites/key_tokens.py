@@ -33,7 +33,7 @@ _WINDOWS_PER_LENGTH = 8
 
 @dataclass(frozen=True)
 class KeySetting:
-    """The thresholds and window lengths by which key tokens are chosen, as in LongPPL."""
+    """The thresholds and window lengths by which key tokens are chosen for LongPPL."""
 
     window: int  # tokens of a short context, which may be up to `stride` - 1 tokens longer
     stride: int  # tokens that share a short context
@@ -69,21 +69,22 @@ def key_setting(longest: int, window: int | None = None) -> KeySetting:
 def find_key_tokens(
     scorer: TokenScorer, ids: Tensor, first: int, setting: KeySetting, *, prefix: tuple[int, ...] = (), length: int
 ) -> Tensor:
-    """Find the key tokens among those from `first` on; the first `setting.window` tokens of a text are never key.
+    """Find the key tokens of a text: those that the model predicts well with a long context and badly with a short one.
 
-    Short contexts begin every `stride` tokens from the first token on, as in the paper's code.
+    Tokens before `first` and the first `setting.window` tokens of a text are never key tokens. Short contexts begin
+    every `stride` tokens from the first token on, as in the paper's code.
 
     Args:
-        scorer: reads with the evaluator.
-        ids: (N,) int64, which begin with `prefix`.
-        first: at least 1.
+        scorer: computes losses with the evaluator model.
+        ids: the text's token ids, (N,) int64, which begin with `prefix`.
+        first: the first token to judge; at least 1.
         setting: windows and thresholds.
         prefix: token ids that take the place of the first tokens of each short context, too.
         length: the length at which a length-dependent method reads the long context. It reads a short context at the
             short context's own length.
 
     Returns:
-        (N - first,) bool.
+        True for each key token among those from `first` on, (N - first,) bool.
     """
     is_key = torch.zeros(len(ids) - first, dtype=torch.bool)
     begin = max(first, setting.window)
@@ -103,7 +104,7 @@ def find_key_tokens(
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """The places of key tokens in the texts of documents."""
+    """The places of key tokens in documents, as ranges of characters."""
 
     evaluator: str  # the name of the model that found them, with its method
     setting: KeySetting
@@ -111,7 +112,9 @@ class KeyRanges:
     documents: Mapping[str, tuple[str, tuple[Range, ...]]]
 
     def mask(self, document: Tokens) -> Tensor:
-        """Mark the tokens that lie wholly in a range, (tokens,) bool; none of a document that was never searched.
+        """Return True for each of a document's tokens that lies wholly within a range of key tokens, (tokens,) bool.
+
+        In a document that was never searched for key tokens, no token is marked.
 
         Raises:
             CorpusError: a document of this name was searched but had another text, or the document came as token ids.
@@ -135,7 +138,7 @@ class KeyRanges:
         return torch.tensor(inside, dtype=torch.bool)
 
     def write(self, file: Path) -> None:
-        """Write the ranges as JSON, as `read_keys` reads them."""
+        """Write the ranges to a JSON file, which `read_keys` reads."""
         documents = [
             {"name": name, "sha256": digest, "ranges": ranges} for digest, (name, ranges) in self.documents.items()
         ]
@@ -144,7 +147,7 @@ class KeyRanges:
 
 
 def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:
-    """Read the key tokens that `KeyRanges.write` wrote; everything in the file is checked.
+    """Read the places of key tokens from a file that `KeyRanges.write` wrote; everything in the file is checked.
 
     Raises:
         FileError: the file holds something else.
@@ -165,7 +168,10 @@ def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:
 
 
 def _parse_keys(content: Any) -> KeyRanges:
-    """Return the key tokens of a file's content; ValueError, TypeError or KeyError where it is malformed."""
+    """Return the places of key tokens from a file's content.
+
+    Malformed content is a ValueError, TypeError or KeyError.
+    """
     setting = KeySetting(**content["setting"])
     whole_windows = all(type(n) is int and 1 <= n < 2**40 for n in (setting.window, setting.stride))
     finite_limits = all(type(n) in (int, float) and math.isfinite(n) for n in (setting.gain, setting.likely))
@@ -182,7 +188,7 @@ def _parse_keys(content: Any) -> KeyRanges:
 
 
 def parse_ranges(value: Any) -> tuple[Range, ...]:
-    """Return ranges of characters from JSON.
+    """Return the ranges of characters that a JSON value lists.
 
     Raises:
         ValueError: the value is not a list of pairs [start, stop], ascending and without overlap.
@@ -199,7 +205,7 @@ def parse_ranges(value: Any) -> tuple[Range, ...]:
 
 
 def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Return ranges of the same characters that are ascending and do not touch; empty ones are left out."""
+    """Merge ranges of characters that overlap or touch, and return them in ascending order; empty ones are left out."""
     joined: list[Range] = []
     for start, stop in sorted(ranges):
         if start >= stop:
@@ -212,7 +218,7 @@ def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def character_spans(document: Tokens) -> Sequence[Range]:
-    """Return the range of characters that each token has a part of.
+    """Return, for each token of a document, the range of characters that the token covers at least in part.
 
     Raises:
         CorpusError: the document came as token ids, without a text.

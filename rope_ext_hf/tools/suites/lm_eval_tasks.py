@@ -1,10 +1,10 @@
-"""The task suites as tasks of lm-evaluation-harness, named like `rope_ruler`, `rope_ruler_vt` or `rope_graphwalks`.
+"""The task suites as tasks for lm-evaluation-harness, named `rope_ruler`, `rope_ruler_vt`, `rope_graphwalks` and so on.
 
     rope-ext lm-eval DIR --method yarn --factor 4 --tasks rope_ruler
 
 lm-eval finds tasks in folders of YAML files. `write_tasks` writes such a folder, with a file for every suite and every
-task, and a run of lm-eval keeps it as long as it needs it. The prompts are those of `rope-ext tasks`, made from a seed
-and a text without a download.
+task; it must exist as long as lm-eval runs. The prompts are those of `rope-ext tasks`, made from a seed and a text
+without a download.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _CLASS = f"!function {__name__}.SuiteTask"
 
 
 def write_tasks(folder: str | Path) -> Path:
-    """Write one YAML file per suite and per task, for `--include_path` of lm-eval, and return the folder.
+    """Write a YAML file for each suite and each task into a folder, for lm-eval's `--include_path`.
 
-    Older files of the same names are replaced.
+    The folder is returned. Older files of the same names are replaced.
     """
     folder = Path(folder)
     with disk_errors(folder):
@@ -51,7 +51,7 @@ def write_tasks(folder: str | Path) -> Path:
 
 
 class SuiteTask(ConfigurableTask):  # type: ignore[misc]
-    """One task of a suite, at one length.
+    """A task of a suite, at one context length, as a task for lm-eval.
 
     Its settings come from lm-eval's `--metadata` and `--model_args`: `max_seq_lengths` (a list with one length, in
     tokens of prompt and generation together), `tokenizer` or `pretrained`, and `samples`, `seed` and `haystack` as in
@@ -80,7 +80,7 @@ class SuiteTask(ConfigurableTask):  # type: ignore[misc]
         )
 
     def _make(self, **settings: Any) -> dict[str, Dataset]:
-        """Make the prompts of the task from lm-eval's metadata, as the one split that lm-eval reads."""
+        """Make the task's prompts from the settings in lm-eval's metadata, as the only split of a data set."""
         lengths = settings.get("max_seq_lengths")
         source = settings.get("tokenizer") or settings.get("pretrained")
         if not isinstance(lengths, list) or len(lengths) != 1:
@@ -110,7 +110,10 @@ class SuiteTask(ConfigurableTask):  # type: ignore[misc]
         return {"score": self._suite.score(results[0], doc["references"], doc["others"])}
 
     def construct_requests(self, doc: Mapping[str, Any], ctx: Any, **options: Any) -> Instance:
-        """Build the request of one prompt with the prompt's own budget of tokens; lm-eval has one budget per task."""
+        """Build lm-eval's request for one prompt, which may generate as many tokens as this prompt needs.
+
+        lm-eval itself has one number of tokens for all prompts of a task.
+        """
         request: Instance = super().construct_requests(doc, ctx, **options)
         context, generation = request.arguments
         request.arguments = (context, generation | {"max_gen_toks": doc["budget"]})

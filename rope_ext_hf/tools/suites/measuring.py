@@ -1,4 +1,4 @@
-"""The function that measures a suite of tasks at several context lengths."""
+"""`tasks`: a function that measures a suite of tasks at several context lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of the measurements `tasks` and `gain`, as questions that `rope_ext_hf.eval.measure` answers.
+"""Settings of the measurements `tasks` and `gain`, as dataclasses ("questions") for `rope_ext_hf.eval.measure`.
 
     from rope_ext_hf.eval import measure
     from rope_ext_hf.tools.suites import Tasks

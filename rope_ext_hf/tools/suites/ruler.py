@@ -50,7 +50,7 @@ _SHORT_LENGTH = 4096  # upstream takes smaller steps, and shorter examples, belo
 
 @dataclass(frozen=True)
 class _Needles:
-    """A task of the needle-in-a-haystack kind: keys with values, hidden in a haystack."""
+    """A task in which values must be found by their keys: sentences with keys and values are hidden in a long text."""
 
     haystack: str  # "noise", "needle" (other needles) or "essay" (the given text)
     key_kind: str  # "words", "numbers" or "uuids"
@@ -86,7 +86,7 @@ def _niah(generator: Generator, count: int, task: _Needles) -> list[Sample]:
         return _NEEDLE.format(kind=task.value_kind, key=key, value=value)
 
     def lines_of_noise(size: int, needles: list[str]) -> tuple[str, list[str]]:
-        """Return a context of `size` lines with the needles between them, and the values of the other needles."""
+        """Return `size` lines of filling text with the needles between them, and values that would be wrong answers."""
         lines, wrong = [_NOISE] * size, list[str]()
         if task.haystack == "needle":
             pairs = [(draw_key(), draw_value()) for _ in range(size)]
@@ -133,7 +133,10 @@ def _niah(generator: Generator, count: int, task: _Needles) -> list[Sample]:
 
 
 def _niah_template(text: str, task: _Needles) -> tuple[str, str]:
-    """Return the template and the name of the values, both in the singular where one value is asked for."""
+    """Return the wording of a task's prompts, and the word for its values, such as "numbers".
+
+    Both are put into the singular if one value is asked for.
+    """
     if task.queries * task.values > 1:
         return text, task.value_kind
     for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is")):
@@ -142,7 +145,7 @@ def _niah_template(text: str, task: _Needles) -> tuple[str, str]:
 
 
 def _variable_tracking(generator: Generator, count: int, hops: int = 4) -> list[Sample]:
-    """Make prompts with a chain of assignments in noise, after an example with its answer."""
+    """Make prompts that assign variables to each other in a chain, hidden in noise, after an example."""
     settings, rng = generator.settings, generator.random
     names_in_chain = hops + 1
 
@@ -172,7 +175,7 @@ def _variable_tracking(generator: Generator, count: int, hops: int = 4) -> list[
         return make(size, example=True)
 
     def with_other_names(example: str) -> str:
-        """Return the example with new names and a new number in place of its own."""
+        """Return the example with its variable names and its number replaced by new ones."""
         for old in example.strip().split()[-names_in_chain:]:
             example = example.replace(old, draw_name(len(old)))
         return example.replace("12345", str(generator.numbers.randint(10000, 99999)))
@@ -203,12 +206,18 @@ def _variable_tracking(generator: Generator, count: int, hops: int = 4) -> list[
 
 
 def _common_words(generator: Generator, count: int, common: int = 10) -> list[Sample]:
-    """Make prompts with a numbered list in which ten words are more frequent than the others, after an example."""
+    """Make prompts with a numbered list of words, after an example with its answer.
+
+    The `common` most frequent words of the list are the answers.
+    """
     settings, template = generator.settings, generator.template.whole
     words = generator.shuffle(sorted({*_words("noun"), *_words("adjective"), *_words("verb")}))
 
     def draw_list(size: int, often: int, seldom: int) -> tuple[str, list[str], list[str]]:
-        """Return a numbered list of `size` different words, the frequent ones, and the others."""
+        """Draw `size` different words, and return a numbered list of them, the frequent words and the others.
+
+        Frequent words stand `often` times in the list, the others `seldom` times.
+        """
         vocabulary = words
         if size > len(words):
             vocabulary = _many_words(settings.length, os.environ.get(_WORDS_VARIABLE))
@@ -239,7 +248,7 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 def _frequent_words(generator: Generator, count: int, letters: int = 6) -> list[Sample]:
-    """Make prompts of coded words, drawn by Zipf's law; the three most frequent are the answers."""
+    """Make prompts of random words whose frequencies follow Zipf's law; the three most frequent are the answers."""
     settings, template = generator.settings, generator.template.whole
     budget = generator.template.budget
     room = generator.room - budget
@@ -254,7 +263,10 @@ def _frequent_words(generator: Generator, count: int, letters: int = 6) -> list[
         return "".join(generator.random.choices(string.ascii_lowercase, k=letters))
 
     def make(size: int) -> tuple[Draw, int]:
-        """Return a prompt of this size, or of the largest that fits where `size` is 0, and its size."""
+        """Draw a prompt with a text of this size, and return it with its size.
+
+        Where `size` is 0, the text is as large as fits.
+        """
         words = [draw_word() for _ in range(kinds)]
         while len(set(words)) < kinds:
             words.append(draw_word())
@@ -304,7 +316,7 @@ _OTHER_TASKS: dict[str, Callable[[Generator, int], list[Sample]]] = {
 
 @register_suite
 class Ruler(Suite):
-    """RULER without its two tasks of question answering, which need SQuAD and HotpotQA."""
+    """The suite RULER without its two tasks of question answering, which need the data sets SQuAD and HotpotQA."""
 
     name = "ruler"
     tasks = (*_NIAH_TASKS, *_OTHER_TASKS)
@@ -326,7 +338,7 @@ def _split_words(text: str) -> list[str]:
 
 
 def _hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[int]) -> str:
-    """Return the sentences as one text, with each needle after its percentage of them."""
+    """Return the sentences as one text with needles in it, each after a percentage of the sentences (`depths`)."""
     places = [0, *sorted(int(len(sentences) * (depth / 100)) for depth in depths), len(sentences)]
     pieces = []
     for index, start in enumerate(places[:-1]):
@@ -337,7 +349,7 @@ def _hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[int
 
 @cache
 def _words(kind: str) -> list[str]:
-    """Return wonderwords' words of a kind: "noun", "adjective" or "verb"."""
+    """Return the words of one kind, "noun", "adjective" or "verb", from the package wonderwords."""
     try:
         text = files("wonderwords.assets").joinpath(f"{kind}list.txt").read_text(encoding="utf-8")
     except ImportError as error:
@@ -353,7 +365,7 @@ def _pairs() -> list[str]:
 
 @cache
 def _many_words(length: int, path: str | None) -> list[str]:
-    """Return the words of upstream's file; `length` is the context length that needs them."""
+    """Return the words in the file `path`, RULER's large list; `length` is the context length that needs them."""
     if not path:
         raise MethodError(
             f"task 'cwe' at length {length:,} needs more words than wonderwords has; set the environment variable "

@@ -1,6 +1,6 @@
-"""The generator of RULER's prompts: it draws prompts of a size and searches for the size that fills a length.
+"""The generator of RULER's prompts: it draws random prompts, and searches for the size that fills a context length.
 
-Which random numbers are drawn, and in which order, is upstream's: see `ruler`.
+It draws the same random numbers in the same order as RULER's own code: see `ruler`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ENOUGH_TRIES = 8  # draws after which the search ends early if all are far too 
 
 
 class Draw(NamedTuple):
-    """One prompt as drawn, of any length."""
+    """One prompt as it was drawn at random, with right and wrong answers; it may be too long."""
 
     text: str  # the prompt with its answer prefix
     right: Sequence[str]  # the right answers
@@ -32,7 +32,7 @@ _MakeDraw = Callable[[int], Draw]  # draws a prompt of a size
 
 @dataclass(frozen=True)
 class _Template:
-    """The wording of a task."""
+    """The wording of a task's prompts, with the beginning of the answer."""
 
     text: str
     prefix: str  # the beginning of the answer
@@ -40,7 +40,7 @@ class _Template:
 
     @property
     def whole(self) -> str:
-        """The text with the answer prefix behind it."""
+        """The wording of the prompt, followed by the beginning of the answer."""
         return self.text + self.prefix
 
 
@@ -49,7 +49,7 @@ TEMPLATES = {name: _Template(**fields) for name, fields in wordings("ruler").ite
 
 @dataclass
 class Generator:
-    """A generator of the prompts of one task at one length."""
+    """A generator of random prompts for one RULER task at one context length."""
 
     task: str
     template: _Template
@@ -61,12 +61,12 @@ class Generator:
         self.numbers = numpy.random.RandomState(self.settings.seed)
 
     def shuffle(self, items: list[Any]) -> list[Any]:
-        """Shuffle a list in place and return it; every call starts anew from the seed."""
+        """Shuffle a list in place and return it; the random numbers start from the seed at every call."""
         random.Random(self.settings.seed).shuffle(items)
         return items
 
     def attempt(self, make: _MakeDraw, size: int) -> Draw | None:
-        """Return a prompt of this size, or None where the draw failed, as upstream's may.
+        """Draw a prompt of this size, or return None if the draw failed, as it may in RULER's own code.
 
         A draw fails if two variables get the same name, or if there are more needles than places for them.
         """
@@ -78,7 +78,7 @@ class Generator:
             return None
 
     def tokens(self, make: _MakeDraw, size: int) -> int:
-        """Return the tokens of a prompt of this size, without its budget."""
+        """Draw a prompt of this size and return its number of tokens, without those to generate."""
         for _ in range(_TRIES):
             draw = self.attempt(make, size)
             if draw is not None:
@@ -86,19 +86,23 @@ class Generator:
         raise self.too_short(None, "its prompts cannot be drawn")
 
     def too_short(self, need: int | None, reason: str = "") -> TooShortError:
-        """Return the error for a length that is too short; its arguments are those of `TooShortError`."""
+        """Return the error to raise for a context length that is too short.
+
+        The arguments are those of `TooShortError`.
+        """
         return TooShortError(self.task, self.settings.length, need, reason)
 
     def check(self, make: _MakeDraw, smallest: int) -> None:
-        """Raise TooShortError where no draw of the smallest size fits; later draws are not affected."""
+        """Raise TooShortError if no prompt of the smallest size fits; later draws are not affected."""
         shortest = self.shortest(make, smallest, self.room)
         if shortest > self.room:
             raise self.too_short(shortest + self.settings.reserved)
 
     def shortest(self, make: _MakeDraw, size: int, room: int) -> int:
-        """Return the tokens, with budget, of the first prompt of this size that fits into `room`, or of the shortest.
+        """Draw prompts of this size until one fits into `room` tokens, and return the tokens of the shortest.
 
-        The state of the random numbers is restored, so that later draws are not affected.
+        Tokens to generate are counted, too. The state of the random numbers is restored, so that later draws are not
+        affected.
         """
         random_state, numbers_state = self.random.getstate(), self.numbers.get_state()
         lengths = list[int]()
@@ -119,7 +123,10 @@ class Generator:
         return min(lengths)
 
     def search(self, make: _MakeDraw, low: int, high: int, beside: int = 0) -> int:
-        """Return the largest size whose prompt fits with `beside` further tokens, or `low` where none does."""
+        """Return the largest size, from `low` to `high`, at which a prompt fits; `low` if none fits.
+
+        `beside` further tokens must fit, too.
+        """
 
         def fits(size: int) -> bool:
             return self.tokens(make, size) + beside + self.template.budget <= self.room
@@ -127,7 +134,7 @@ class Generator:
         return largest_fitting(low, max(high, 2 * low), fits) or low
 
     def draw(self, make: _MakeDraw, size: int, step: int) -> Sample:
-        """Return a prompt of this size; while it is too long, draw again with a size that is smaller by `step`."""
+        """Draw a prompt of this size; while it is too long, draw again with a size that is smaller by `step`."""
         for _ in range(_TRIES + size // step):
             draw = self.attempt(make, size)
             if draw is not None:
@@ -139,7 +146,7 @@ class Generator:
         raise self.too_short(self.shortest(make, size, 0) + self.settings.reserved)
 
     def sample(self, draw: Draw, length: int) -> Sample:
-        """Return a drawn prompt as a sample, cut where the answer prefix begins."""
+        """Return a drawn prompt as a `Sample`, with its text cut where the beginning of the answer stands."""
         cut = draw.text.rfind(self.template.prefix[:10])
         others = tuple(word for word in dict.fromkeys(draw.wrong) if word not in draw.right and word in draw.text)
         return Sample(draw.text[:cut], draw.text[cut:], tuple(draw.right), self.template.budget, length, others)

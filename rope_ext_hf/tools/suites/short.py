@@ -28,7 +28,7 @@ DATA_SETS: dict[str, tuple[str, str, str | None]] = {
 
 @register_suite
 class Short(Suite):
-    """Short questions whose choices are ranked by likelihood; none is generated."""
+    """A suite of short multiple-choice questions, whose choices are ranked by likelihood; no answer is generated."""
 
     name = "short"
     tasks = tuple(DATA_SETS)
@@ -68,7 +68,7 @@ class Short(Suite):
 
 
 def _questions(task: str) -> Any:
-    """Return lm-eval's task of this name, with its questions from the cache of `datasets`.
+    """Return lm-eval's task with this name, with its questions from the cache of `datasets`.
 
     Raises:
         CorpusError: the questions are not in the cache.

@@ -1,4 +1,4 @@
-"""The prompts of a suite's tasks as token ids, and the checks that they fit before any weights are read."""
+"""Prompts of a suite's tasks as token ids, and checks that they fit into a context length before weights are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RANKED = 20  # answers that are ranked at most, the right one among them
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """One prompt as token ids."""
+    """One prompt of a task as token ids, with its right answers, and with the answers to rank if they are ranked."""
 
     ids: Tensor  # (tokens,) int32
     budget: int  # tokens to generate at most
@@ -34,12 +34,12 @@ class TaskPrompt:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt with its budget, or with its longest candidate."""
+        """Tokens of the prompt together with those to generate, or with those of the longest answer to rank."""
         return len(self.ids) + max(map(len, self.candidates), default=self.budget)
 
 
 class PromptEncoder:
-    """A maker of token ids from samples, with the tokenizer's chat template or without it.
+    """Converter of a suite's prompts into token ids, with the tokenizer's chat template or without it.
 
     Attributes:
         reserved: tokens that are added to what a suite counts. Suites do not count a BOS token.
@@ -51,9 +51,9 @@ class PromptEncoder:
         self.reserved = template_tokens(tokenizer) if chat else max(0, len(self._prefix) - 1)
 
     def encode(self, sample: Sample, candidates: Sequence[str], extra_tokens: int) -> TaskPrompt:
-        """Return a sample's prompt, with candidates to rank if there are any.
+        """Return a prompt as token ids; `candidates` are the answers to rank, if answers are ranked.
 
-        `extra_tokens` may be generated beyond the sample's own budget.
+        `extra_tokens` may be generated beyond the number that the sample states.
         """
         text = (_as_message(self.tokenizer, sample.prompt) if self.chat else sample.prompt) + sample.prefix
         ids = self._encode(text)
@@ -73,12 +73,12 @@ class PromptEncoder:
         return [*self._prefix, *encode(self.tokenizer, text)]
 
     def decode(self, ids: Tensor) -> str:
-        """Return the text of generated tokens, without special ones."""
+        """Return generated tokens as text, without special tokens."""
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
 
 def _shared_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens all sequences begin with; the length of the first where it is not cut short."""
+    """Return the number of tokens that all sequences have in common at the beginning."""
     for index, tokens in enumerate(zip_longest(*sequences)):
         if len(set(tokens)) > 1:
             return index
@@ -86,14 +86,14 @@ def _shared_prefix(sequences: Sequence[Sequence[int]]) -> int:
 
 
 def template_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the tokens of the chat template around a user's message; 0 without a template."""
+    """Return the number of tokens that the chat template adds to a user's message; 0 without a template."""
     if not getattr(tokenizer, "chat_template", None):
         return 0
     return count_tokens(tokenizer, _as_message(tokenizer, ""))
 
 
 def _as_message(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return a text as a user's message in the chat template, with the beginning of the answer."""
+    """Return a text as a user's message in the chat template, followed by the template's beginning of the answer."""
     message: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
     )
@@ -101,9 +101,9 @@ def _as_message(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def candidates(sample: Sample, samples: Sequence[Sample]) -> tuple[str, ...]:
-    """Return the answers to rank: the first right one, and wrong ones.
+    """Return the answers to rank for a prompt: the first right answer, followed by wrong ones.
 
-    Wrong answers are those of the sample's own prompt first, then the right answers of the other samples.
+    The wrong answers are first those that stand in the prompt itself, then the right answers of other prompts.
     """
     wrong = list(sample.others)
     if not sample.closed:
@@ -113,7 +113,10 @@ def candidates(sample: Sample, samples: Sequence[Sample]) -> tuple[str, ...]:
 
 
 def check_tasks(suite: Suite, names: Sequence[str], lengths: Sequence[int], settings: PromptSettings) -> None:
-    """Raise MethodError where a task does not fit into every length; the message has all such tasks, and a way out."""
+    """Raise MethodError if a task does not fit into every context length.
+
+    The message lists all such tasks, and says what to type instead.
+    """
     failures: dict[str, list[TooShortError]] = {}  # by task, one for each length that is too short
     needs: dict[str, int | None] = {}  # by task, the length that it needs when the longest such length is too short
     for name in names:
@@ -145,7 +148,7 @@ def check_tasks(suite: Suite, names: Sequence[str], lengths: Sequence[int], sett
 
 
 def _way_out(suite: Suite, names: Sequence[str], lengths: Sequence[int], needs: dict[str, int | None]) -> str:
-    """Return what to type instead: the tasks that fit everywhere, or else those that fit into some length."""
+    """Return advice on what to type instead: the tasks that fit into every length, or else those that fit into some."""
     fitting = [name for name in names if name not in needs]
     works = list(lengths)
     if not fitting:

@@ -1,7 +1,7 @@
-"""Runs that measure a task suite: scores by context length and task, effective lengths, and their table.
+"""Runs that measure a suite of tasks: scores by context length and task, effective lengths, and a table of them.
 
 Answers are generated greedily and scored by the suite. For models too small to answer, the right answer is ranked
-among others by likelihood instead. `base` says how a suite is added.
+among others by likelihood instead. The docstring of the module `base` says how to add a suite.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ROUNDING = 1e-6  # scores that differ by less are equal but for rounding
 
 @dataclass(frozen=True)
 class TaskSetting:
-    """The settings by which prompts are made and answers scored."""
+    """The settings by which a suite's prompts are made and their answers scored."""
 
     suite: str
     tasks: str  # names of tasks, separated by commas; a cell's second number is the index of one
@@ -90,7 +90,10 @@ class TaskResult(MethodResult):
 
 @register_run_kind
 class TaskRuns(RunKind):
-    """Runs that measure a suite of tasks; a cell is a context length and the index of a task."""
+    """Runs that measure a suite of tasks.
+
+    Results are kept by cell: a context length and the index of a task.
+    """
 
     name = "tasks"
     setting = TaskSetting
@@ -134,7 +137,7 @@ class TaskRuns(RunKind):
             yield [*row, *lengths.get(result.key, ("", "", ""))]
 
     def table(self, run: Run[TaskResult], *, detailed: bool = False) -> Table:
-        """Return the suite's score of each method at each length; `detailed` adds a row per task."""
+        """Return a table with the suite's score for each method at each length; `detailed` adds a row per task."""
         first, reaches, scores = run.results[0], effective_lengths(run), _suite_scores(run)
         generated = run.settings["setting"]["score"] == "generate"
         unit = "share of the right answers" if generated else "share of prompts whose right answer ranks first"
@@ -161,7 +164,10 @@ class TaskRuns(RunKind):
         return view
 
     def measures(self, run: Run[TaskResult]) -> Sequence[Measure]:
-        """Return the suite's score as a measure; an item is a prompt, with all tasks together."""
+        """Return the suite's score as a measure, so that methods can be compared prompt by prompt.
+
+        Prompts with the same index in all tasks count as one.
+        """
         suite_scores = _suite_scores(run)
         items = {
             key: {length: [(score, 1.0) for score in scores] for length, scores in by_length.items()}
@@ -175,7 +181,7 @@ class TaskRuns(RunKind):
         return [Measure(name, "%", Evidence.ANSWERS, True, items, "prompt", reaches, threshold, chance)]
 
     def summary(self, run: Run[TaskResult]) -> dict[str, Any]:
-        """Return the suite's score by length, and effective lengths with their intervals, by the method's label."""
+        """Return the suite's score at each length and the effective length with its interval, by the method's label."""
         scores, reaches = _suite_scores(run), effective_lengths(run)
         keys = {name: results[0].key for name, results in run.by_label.items()}
         means = {
@@ -195,7 +201,7 @@ _MEANING = (
 
 
 class _TaskMeasurement(Measurement):
-    """The measurement of a suite's tasks; an item is one prompt of every task and length."""
+    """The measurement of a suite's tasks, in which one prompt of every task and length is an item."""
 
     kind = "tasks"
 
@@ -241,7 +247,10 @@ class _TaskMeasurement(Measurement):
 
 
 def _ranks_first(scorer: TokenScorer, prompt: TaskPrompt) -> float:
-    """Return 1 if the right answer has the highest likelihood per token, 1/n if n answers share it, else 0."""
+    """Return 1 if the right answer has the highest likelihood per token among the answers to rank, else 0.
+
+    If n answers share the highest likelihood, and the right one is among them, it is 1/n.
+    """
     # Answers are padded with their last token: the tokens after an answer do not change its likelihood.
     longest = max(map(len, prompt.candidates))
     answers = torch.stack([torch.cat([ids, ids[-1:].expand(longest - len(ids))]).long() for ids in prompt.candidates])
@@ -252,7 +261,10 @@ def _ranks_first(scorer: TokenScorer, prompt: TaskPrompt) -> float:
 
 
 def _suite_scores(run: Run[TaskResult]) -> dict[str, dict[int, list[float]]]:
-    """Return the mean over tasks of each prompt, by the method's key and length, where every task is complete."""
+    """Average the scores of all tasks, prompt by prompt, at each length at which every task was measured.
+
+    The result: the method's key -> the context length -> one mean for each prompt number.
+    """
     tasks = run.settings["setting"]["tasks"].split(",")
 
     def means(results: Sequence[TaskResult]) -> Iterable[float]:
@@ -264,12 +276,12 @@ def _suite_scores(run: Run[TaskResult]) -> dict[str, dict[int, list[float]]]:
 
 
 def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
-    """Return each method's effective length, by the method's key.
+    """Return the effective length under each method, by the method's key.
 
     This is the longest length up to which the score at every length is at least `_THRESHOLD` of the unpatched model's
     score at the shortest length. (Where the unpatched model was not measured, each method is compared with itself.) The
     interval is over prompts: up to its low end, every score is significantly above the threshold; up to its high end,
-    none is significantly below. The threshold itself counts as known, as in NoLiMa.
+    none is significantly below. The threshold itself is taken as exact, as in NoLiMa.
 
     A method is left out if it has no score at the shortest length or at one length only, or if the score that it is
     compared with is not significantly better than chance.
@@ -300,14 +312,17 @@ def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
 
 
 def _reach(passed: dict[int, bool]) -> int:
-    """Return the last of the ascending lengths up to which all pass, or 0 where the first does not."""
+    """Return the last length before the first one that does not pass; 0 if the shortest length does not pass.
+
+    `passed` has the lengths in ascending order.
+    """
     return max(takewhile(passed.__getitem__, passed), default=0)
 
 
 def _plan(
     question: Tasks, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[_TaskMeasurement]:
-    """Make the prompts and check them."""
+    """Return the plan of a `tasks` run: make the prompts, and check that they fit."""
     suite = find_suite(question.suite)
     names = _task_names(question, suite)
     score_by = _score_by(question, suite)
@@ -342,7 +357,11 @@ def _plan(
 
 
 def _task_names(question: Tasks, suite: Suite) -> tuple[str, ...]:
-    """Return the chosen tasks in the suite's order; MethodError for an unknown one, or where none is chosen."""
+    """Return the names of the tasks that the user chose, in the suite's order.
+
+    Raises:
+        MethodError: a name is unknown, or no task is chosen.
+    """
     chosen = suite.tasks if question.tasks is None else question.tasks
     for name in chosen:
         if name not in suite.tasks:
@@ -357,7 +376,7 @@ def _task_names(question: Tasks, suite: Suite) -> tuple[str, ...]:
 
 
 def _score_by(question: Tasks, suite: Suite) -> str:
-    """Return how answers are scored, "generate" or "rank"."""
+    """Return the way in which answers are scored, "generate" or "rank"."""
     score_by = suite.score_by if question.score is None else question.score
     if score_by not in ("generate", "rank"):
         raise MethodError(f"score must be 'generate' or 'rank', got {short(repr(score_by))}")
