@@ -75,7 +75,7 @@ class Measure:
             of tokens). The number is the sum of all sums divided by the sum of all weights.
         kind_of_item: the noun for an item, in the singular, such as "document".
         reaches: effective lengths by method, if this kind of run measures them.
-        threshold: the value up to which a length counts as effective; None: there are no effective lengths.
+        threshold: the value that a length must reach to count as effective; None: there are no effective lengths.
         chance: the value that guessing has, for shares and gains.
         exponential: true for a perplexity: sums are in nats, and the number is the exponential of their mean. Means and
             tests are of the nats.
@@ -155,7 +155,7 @@ class Measure:
         return [key for key, row in self.items.items() if length in row]
 
     def mean(self, key: str, length: int, *, level: float = LEVEL) -> Estimate:
-        """Return the mean over a method's items at a length, with its interval; for a perplexity, the mean is in nats."""
+        """Return the mean over a method's items at a length, with its interval; a perplexity's mean is in nats."""
         sums, weights = zip(*self.items[key][length], strict=True)
         if self.shares:
             shares = [total / weight for total, weight in zip(sums, weights, strict=True)]
@@ -187,7 +187,7 @@ class Measure:
         return first_items is not None and second_items is not None and list(first_items) == list(second_items)
 
     def _items_of(self, place: tuple[str, int]) -> Sequence[tuple[float, float]] | None:
-        """Return the items (a sum and a weight each) for a pair of a method and a length; None if it was not measured."""
+        """Return the items (a sum and a weight each) for a method and a length; None if they were not measured."""
         key, length = place
         return self.items.get(key, {}).get(length)
 

@@ -63,7 +63,7 @@ def _read_alike(run: Run[Any], group: Sequence[Run[Any]]) -> bool:
 
 
 def _cell_digests(run: Run[Any]) -> dict[str, str]:
-    """Return the digest of each cell (a context length, maybe with a depth) of a run; in older runs all are the same."""
+    """Return a digest for each cell (a context length, maybe with a depth); older runs have one for all cells."""
     return run.settings.get("cell_texts") or {"": run.settings.get("text", str(id(run)))}
 
 

@@ -143,7 +143,7 @@ def _configs(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class _Bracket(str):
-    """A mark in the sequence of digested values for the beginning or the end of a collection."""
+    """A closing bracket, which marks in the sequence of digested values where a collection ends."""
 
 
 def _add(sha: hashlib._Hash, tensor_digests: WeakTensorKeyDictionary, values: Sequence[tuple[str, Any]]) -> None:
