@@ -181,7 +181,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
 
     @property
     def follows_the_input(self) -> bool:
-        """True if frequencies depend on the length of each forward: the method is length-dependent, outside `fixed_length`."""
+        """True if frequencies depend on the length of each forward, which `fixed_length` would prevent."""
         modules = self.model.modules()
         return any(module.length_dependent for module in modules if isinstance(module, RotaryEmbedding))
 
@@ -191,7 +191,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihoods of continuations after their contexts, both given as token ids; called by lm-eval."""
+        """Return the log-likelihoods of continuations after their contexts, both given as token ids."""
         self.cut += sum(_input_length(request) > self.max_length for request in requests)
         with set_to(self, logits_cache=False) if self._cache_would_mix_up(requests) else nullcontext():
             answers = self._by_length(requests, disable_tqdm, override_bs)
@@ -238,7 +238,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         left_truncate_len: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """Return the token ids of a text, beginning with the tokens, such as BOS, that the tokenizer puts first, once."""
+        """Return the token ids of a text, with the tokens, such as BOS, that the tokenizer puts first, but once."""
         ids: list[int] = super().tok_encode(string, add_special_tokens=False, **options)
         if add_special_tokens is not False:
             ids = [*self._leading, *_without(self._leading, ids)]
@@ -259,7 +259,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return batch["input_ids"], batch["attention_mask"]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return, for each continuation, its log-likelihood after its context, and whether greedy decoding would produce it.
+        """Return each continuation's log-likelihood after its context, and whether greedy decoding would produce it.
 
         Raises:
             MethodError: a continuation has no token, or more than `max_length`.
@@ -308,7 +308,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return first, _without(first, self.tok_encode(text, add_special_tokens=False))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the text that the model generates after each prompt; MethodError if `max_length` leaves no room for it."""
+        """Return the text that the model generates after each prompt; MethodError if there is no room for it."""
         for request in requests:
             room = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
             if room >= self.max_length:
@@ -352,7 +352,7 @@ def _checked(ids: Tensor, scores: Tensor) -> Tensor:
 
 
 def _input_length(request: tuple[Any, list[int], list[int]]) -> int:
-    """Return the number of tokens that the model reads for a request: all but its last token, which is only predicted."""
+    """Return the number of tokens that the model reads for a request: all but the last one, which it predicts."""
     _, context, continuation = request
     return len(context) + len(continuation) - 1
 

@@ -16,7 +16,7 @@ _LONG_SUITES = {
 
 
 def long_suite(task: str) -> str | None:
-    """Return words for the data that a task downloads, if it belongs to a suite of long inputs; None for other tasks."""
+    """Return words for the data that a task downloads if it is from a suite of long inputs; None for other tasks."""
     for prefix, fetched in _LONG_SUITES.items():
         if task.startswith(prefix):
             return fetched

@@ -137,7 +137,7 @@ class TaskFinder:
         self._babilong_manager = cache(lambda: TaskManager(include_path=paths, metadata=babilong_metadata))
 
     def names(self, tasks: Sequence[str]) -> list[str]:
-        """Return the names of tasks and groups, or paths of YAML files, that match the given ones, which may have wildcards.
+        """Return the names of the tasks and groups, or the paths of YAML files, that names with wildcards match.
 
         Raises:
             MethodError: there is no task, or an unknown one.

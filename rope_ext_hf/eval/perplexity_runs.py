@@ -347,7 +347,7 @@ class PerplexityRuns(RunKind):
         return line_chart(run.findings, loss)
 
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
-        """Return the run's measures: first LongPPL if there are key tokens, then perplexity, or the loss in the run's unit."""
+        """Return the measures: LongPPL if there are key tokens, then perplexity, or the loss in the run's unit."""
         unit = _UNITS[run.unit]
         if run.unit == "bits" and not all(d.bytes for r in run.results for d in r.documents):
             raise _no_bytes()
@@ -527,7 +527,7 @@ def _longppl_cell(result: Result | None, detailed: bool) -> Text:
 
 
 def _loss_cell(run: Run[Result], loss: Measure, result: Result | None, best: set[str], detailed: bool) -> Text:
-    """Return the table cell with the loss of a result, with a star if its method is in `best`; empty without a result."""
+    """Return the table cell with the loss of a result, with a star if `best` has its method; empty without result."""
     if result is None:
         return Text("")
     if not math.isfinite(result.loss):

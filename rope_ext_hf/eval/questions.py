@@ -74,10 +74,10 @@ def _most_spans(value: Any) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthsQuestion(Question):
-    """A question about several context lengths.
+    """Base class for the arguments of a measurement at several context lengths.
 
     Attributes:
-        kind: the name of the kind of run that answers it, see `rope_ext_hf.runs.kinds.RunKind`.
+        kind: the name of the kind of run that takes these arguments, see `rope_ext_hf.runs.kinds.RunKind`.
     """
 
     kind: ClassVar[str]
@@ -117,7 +117,7 @@ class LengthsQuestion(Question):
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity(LengthsQuestion):
-    """Perplexity and bits per byte by context length, on the same target tokens."""
+    """Arguments for measuring perplexity and bits per byte by context length, on the same target tokens."""
 
     PANEL = "Text"
     kind = "perplexity"
@@ -207,7 +207,7 @@ class Perplexity(LengthsQuestion):
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(Perplexity):
-    """Perplexity by method, factor and context length.
+    """Arguments for measuring perplexity by method, factor and context length.
 
     The model's own context length is measured as well, if it is below the longest length. Without a factor or a target
     length, each method is measured with the factor that each length beyond the context length needs, because a larger
@@ -219,7 +219,7 @@ class Sweep(Perplexity):
 
 @dataclass(frozen=True, kw_only=True)
 class Passkey(LengthsQuestion):
-    """Retrieval: a question about a statement that is hidden in a long text, at several depths.
+    """Arguments for measuring retrieval: a question about a statement hidden in a long text, at several depths.
 
     A length is that of prompt and answer together; the haystack, the text around the statements, fills the prompt up.
     With at least as many keys as depths, a statement stands at every depth; then each prompt is read once and asked

@@ -136,7 +136,7 @@ class _Meeting:
 
     @staticmethod
     def _last_sign(store: Any, rank: int) -> bytes:
-        """Return the last sign of life from a process; `_LEFT` after it has left, and empty before its first one."""
+        """Return the last sign of life from a process: `_LEFT` after it has left, empty before its first sign."""
         key = f"alive/{rank}"
         return bytes(store.get(key)) if store.check([key]) else b""
 
