@@ -221,7 +221,7 @@ class Prepared:
     """
 
     def __init__(self, options: RunOptions, question: LengthsQuestion, processes: ProcessOptions) -> None:
-        """Plan a measurement on the model without weights, and print the memory it needs; an error if that is too much."""
+        """Plan a measurement on the model without weights; print the memory needed, or raise an error for too much."""
         from rope_ext_hf.hub import foreign_errors
         from rope_ext_hf.runs.run_file import run_file
 

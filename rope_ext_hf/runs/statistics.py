@@ -130,7 +130,7 @@ def estimate_share_change(ones: Sequence[float], others: Sequence[float]) -> Est
     def joined(one: float, other: float) -> float:
         """Return the distance from the difference to one end of its interval.
 
-        `one` and `other` are the distances from the two shares to the ends of their own intervals.
+        `one` and `other` are the distances from each of the two shares to an end of its own interval.
         """
         return math.sqrt(max(0.0, one * one - 2 * correlation * one * other + other * other))
 

@@ -46,7 +46,7 @@ class MethodAdvice:
 
     @property
     def rises(self) -> str:
-        """The rise of the loss on each measured model, in order, as text; a dash if the method was not measured on it."""
+        """The rise of the loss on each measured model, in order, as text; a dash if it was not measured on a model."""
         return signed(self.measured)
 
 
@@ -227,7 +227,7 @@ class Advice(ShownAsTables):
         return "\n".join([*lines, *self._serving()])
 
     def _serving(self) -> list[str]:
-        """Return the line with a command that prints the files and command of an engine, one for all engines that agree."""
+        """Return a line with the command that prints the files and command of an engine, one for engines that agree."""
         engines_by_command: dict[str, list[str]] = {}
         for goal, commands in self.commands.items():
             if goal.startswith(_SERVE):
@@ -272,7 +272,7 @@ class Advice(ShownAsTables):
         return lines
 
     def _served(self) -> list[str]:
-        """Return lines on how engines serve the methods that helped, and why some engines refuse the recommended one."""
+        """Return lines on how engines serve the methods that helped, and why some refuse the recommended one."""
         methods_by_ways: dict[str, list[str]] = {}
         for method in self.methods:
             if not (method.fits and method.engines):

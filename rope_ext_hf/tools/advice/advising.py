@@ -345,7 +345,7 @@ class _Advisor:
         return encodings, refusals
 
     def served(self, methods: Sequence[MethodAdvice]) -> tuple[dict[str, str], dict[str, ServingConfig]]:
-        """Return, for each engine that serves a method that helped, the name of one such method, and its serving config.
+        """Return, for each engine that serves a method that helped, the name of one such method; and their configs.
 
         Methods that are candidates for serving come first.
         """

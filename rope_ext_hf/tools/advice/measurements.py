@@ -91,7 +91,7 @@ def measured_models() -> tuple[_MeasuredModel, ...]:
 
 
 def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
-    """Return the rises of the loss with a method at `scale` context lengths, fitted to that length; empty if unmeasured."""
+    """Return the rises of the loss with a method at `scale` context lengths, fitted to that; empty if unmeasured."""
     return _smallest(_measurements()[1], method, scale)
 
 
@@ -140,7 +140,7 @@ def reach_text(method: str) -> str:
 
 
 def evidence(method: str, scale: float) -> str:
-    """Return a clause on the gain from a method on a small model at `scale` context lengths; empty if it helped none."""
+    """Return a clause on the gain from a method on a small model at `scale` context lengths; empty without gain."""
     rises = rises_at(method, scale)
     rise = next((rise for rise in rises if rise.model in helped(rises)), None)
     if rise is None:
