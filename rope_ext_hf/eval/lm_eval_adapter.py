@@ -414,9 +414,9 @@ def _max_length(model: PreTrainedModel, max_length: int | None) -> int:
 
 
 def _without(first: list[int], ids: list[int]) -> list[int]:
-    """Return a text's token ids without the tokens `first` at its beginning, which chat templates put there, too.
+    """Return a text's token ids without the tokens `first`, such as BOS, if it begins with them.
 
-    If the text does not begin with them, it is returned as it is.
+    Texts made by a chat template contain these tokens themselves.
     """
     return ids[len(first) :] if ids[: len(first)] == first else ids
 

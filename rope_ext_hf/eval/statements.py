@@ -45,9 +45,9 @@ def _draw_split(make: Callable[[], str], held_out: bool) -> str:
 
 
 def _number(rng: random.Random, held_out: bool) -> str:
-    """Draw a number of five digits; `held_out` says whether it is held out from training.
+    """Draw a number of five digits that is held out from training, or, if not `held_out`, one for training.
 
-    In training, numbers have three to seven digits, so that no length is learnt as the end.
+    Numbers for training have three to seven digits, so that no length is learnt as the end.
     """
     digits = 5 if held_out else rng.choice((3, 4, 5, 5, 5, 5, 6, 7))
     return _draw_split(lambda: str(rng.randrange(10 ** (digits - 1), 10**digits)), held_out)

@@ -227,7 +227,10 @@ class Advice(ShownAsTables):
         return "\n".join([*lines, *self._serving()])
 
     def _serving(self) -> list[str]:
-        """Return a line with the command that prints the files and command of an engine, one for engines that agree."""
+        """Return lines with the commands that print how engines serve the model.
+
+        Engines that serve it alike share a command: it is shown for one of them, and the others are listed below.
+        """
         engines_by_command: dict[str, list[str]] = {}
         for goal, commands in self.commands.items():
             if goal.startswith(_SERVE):
@@ -295,7 +298,7 @@ class Advice(ShownAsTables):
 
 
 def _lines_by_group(groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a line for each text, with all names in front of it that have this text among theirs."""
+    """Return a line "NAMES: TEXT" for each text; `groups` has, for each text, the names that it applies to."""
     return [wrapped(f"{', '.join(names)}: {text}", "  ", "    ") for text, names in groups.items()]
 
 

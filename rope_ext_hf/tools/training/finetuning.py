@@ -233,7 +233,7 @@ class _FinetuningRun:
             self.answered[name] = [fmean(depths) for depths in zip(*exact, strict=True)]
 
     def _check_losses(self, name: str, results: list[Result]) -> None:
-        """Raise UnsupportedModelError if a loss is not a number, as loaded or because the training diverged."""
+        """Raise UnsupportedModelError if a loss is not a number, before the training or because it diverged."""
         losses = torch.tensor([result.loss for result in results])
         if name in ("unpatched", "patched"):
             check_numbers(losses, self.material.short)

@@ -47,9 +47,9 @@ def split(documents: Sequence[Tokens], one_in: int) -> tuple[list[Tokens], list[
 
 
 def cut(document: Tokens, start: int, stop: int) -> Tokens:
-    """Return the part of a document from token `start` up to, but without, token `stop`.
+    """Return the tokens `start` to `stop` - 1 of a document as a document of their own.
 
-    Its `ends`, the byte offsets at which its tokens end, are counted from the beginning of the part.
+    The byte offset at which each token ends in the text is counted from the beginning of this part.
     """
     before = document.ends[start - 1] if start else 0
     ends = tuple(end - before for end in document.ends[start:stop])
