@@ -33,18 +33,18 @@ _raised: ContextVar[dict[str, int]] = ContextVar("raised limits", default={})  #
 
 
 def limit(name: str) -> int:
-    """Return a limit, as raised in this thread."""
+    """Return the present value of the limit with this name, which `limits` may have raised in this thread."""
     return _raised.get().get(name, LIMITS[name])
 
 
 def advice(name: str) -> str:
-    """Return the end of an error message, which says how to raise a limit."""
+    """Return the last part of an error message, which says how to raise the limit with this name."""
     return f"if that is right, raise the limit: --raise-limit {name}=NUMBER, or with rope.limits({name}=NUMBER)"
 
 
 @contextmanager
 def limits(**values: int) -> Iterator[None]:
-    """Set other limits inside the block, for everything that this thread reads from model folders.
+    """Change limits inside the `with` block, for everything that this thread reads from model folders.
 
     Args:
         **values: the new limits; `layers` in each part of a model (default 2,000), `head_dim` (65,536), `json_bytes`
@@ -78,7 +78,7 @@ def whole(
 
 
 def range_text(least: float, most: float) -> str:
-    """Return limits in words, " from 1 to 1,000" or " of at least 1"; empty where there is no smallest number."""
+    """Return a range of allowed numbers in words: " from 1 to 1,000", " of at least 1"; empty without a lower end."""
     if least == -math.inf:
         return ""
     return f" of at least {least:,}" if most == math.inf else f" from {least:,} to {most:,}"
@@ -114,7 +114,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def parse_lengths(lengths: Length | Iterable[Length], least: int = 1) -> list[int]:
-    """Return one length, several, or a comma list of them as numbers of tokens, each at least `least`."""
+    """Return numbers of tokens, each at least `least`, from one length, several lengths, or a text such as "1k,4k"."""
     parts = lengths.split(",") if isinstance(lengths, str) else listed(lengths)
     if not parts:
         raise MethodError("lengths must be one or more whole numbers, got none")
@@ -122,5 +122,5 @@ def parse_lengths(lengths: Length | Iterable[Length], least: int = 1) -> list[in
 
 
 def listed(values: Any) -> list[Any]:
-    """Return several values as a list, and one value, which may be a text, as a list of one."""
+    """Return a list of the given values; a single value, which may be a text, becomes a list of one."""
     return [values] if isinstance(values, str) or not isinstance(values, Iterable) else list(values)

@@ -31,7 +31,7 @@ class UnsupportedModelError(RopeExtError):
 
 
 class LengthError(RopeExtError, ValueError):
-    """A length that a length-dependent method cannot determine: of a row, or of the input that filled a cache."""
+    """A length that a method needs and cannot determine: that of a row, or of the input that filled a cache."""
 
 
 class CheckpointError(RopeExtError, ValueError):
@@ -61,13 +61,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def entry(kind: str, name: str, known: Mapping[str, T], error: type[RopeExtError] = MethodError) -> T:
-    """Return the entry of a name in a table of known ones.
+    """Return the entry that a table of known names has for `name`.
 
     Args:
-        kind: the kind of the entries in a word, for the message.
-        name: the name.
-        known: the entries by name.
-        error: the class of the error for an unknown name, which lists the known ones, the nearest first.
+        kind: a word for what the entries are, such as "method", for the message.
+        name: the name to look up.
+        known: the entries by their names.
+        error: the class of the error for an unknown name; its message lists the known names, the nearest one first.
     """
     if name not in known:
         names = f"{did_you_mean(name, known)} Known {kind}s: {', '.join(known)}"
@@ -76,7 +76,7 @@ def entry(kind: str, name: str, known: Mapping[str, T], error: type[RopeExtError
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """Return an exception's message on one line of at most `most` characters; its class name if it has no message."""
+    """Return an exception's message on one line of at most `most` characters, or else the name of its class."""
     return short(" ".join(str(error).split()), most) or type(error).__name__
 
 
@@ -135,7 +135,7 @@ def multiple_text(length: int, context_length: int) -> str:
 
 
 def warn_caller(message: str) -> None:
-    """Warn, naming the line of code outside this package that led here."""
+    """Issue a warning that points to the line of user code, outside this package, from which the call came."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals["__name__"].startswith(f"{__package__}."):
         level, frame = level + 1, frame.f_back

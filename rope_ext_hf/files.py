@@ -1,4 +1,4 @@
-"""Atomic files and folders, locks, and file names that are checked before they are opened.
+"""Atomic writing of files and folders, locks, and file names that are checked before they are opened.
 
     with atomic_file(Path("results.json")) as part:              # renamed to results.json once it is on disk
         part.write_text("{}")
@@ -46,11 +46,11 @@ _RETRY = "make room and try again, or choose another place"  # the advice after 
 
 
 def resolve_inside(folder: Path, name: str) -> Path:
-    """Return the path of a plain file in a folder, given by a relative name.
+    """Return the path of the plain file that has this relative name inside a folder.
 
     Raises:
-        FileError: the file is missing, is not a plain file, or lies outside the folder after links are followed. In the
-            Hub's cache a snapshot may link to the blobs of its own repository.
+        FileError: the file is missing, is not a plain file, or lies outside the folder after links are followed. A
+            snapshot in the Hub's cache may link to the blobs of its own repository.
     """
     path = folder / name
     root = folder.resolve()
@@ -72,7 +72,7 @@ def resolve_inside(folder: Path, name: str) -> Path:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Return the relative names of all files in a folder and below, sorted, without caches and .git.
+    """Return the sorted relative names of all files in a folder and its subfolders, except caches and .git.
 
     Raises:
         FileError: a link leads out of the folder.
@@ -101,7 +101,7 @@ def file_stamps(paths: Iterable[Path]) -> FileStamps:
 
 
 def check_destination(dst: Path, source: Path | None = None) -> None:
-    """Raise FileError if something exists at `dst`, or if it lies inside the source folder."""
+    """Raise FileError if `dst` exists already, or if it lies inside the source folder."""
     if os.path.lexists(dst):
         raise FileError(f"{str(dst)!r} exists already; give a new folder")
     if source is not None and dst.resolve().is_relative_to(source.resolve()):
@@ -111,7 +111,7 @@ def check_destination(dst: Path, source: Path | None = None) -> None:
 
 
 def package_table(package: str, name: str) -> dict[str, Any]:
-    """Return the contents of a TOML file that comes with a package."""
+    """Return the contents of the TOML file with this name that is part of a Python package."""
     return tomllib.loads(resources.files(package).joinpath(name).read_text(encoding="utf-8"))
 
 
@@ -151,7 +151,7 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 
 
 class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """PyYAML's safe loader without aliases, with which a few lines could state a value of any size."""
+    """PyYAML's safe loader, which also refuses aliases, because with them a few lines can expand without bound."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -161,12 +161,12 @@ class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object in the form that transformers gives its configs; not atomic by itself."""
+    """Write a JSON object, formatted as transformers formats its configs; the write by itself is not atomic."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a text, whole or not at all, and return the path; half surrogate pairs are written as escapes."""
+    """Write a text to a file, completely or not at all, and return the path; lone surrogates are written as escapes."""
     with atomic_file(path) as part:
         part.write_bytes(text.encode("utf-8", errors="backslashreplace"))
     return path
@@ -197,7 +197,7 @@ def json_text(value: Any) -> str:
 
 
 def copy_files(source: Path, names: Iterable[str], target: Path) -> None:
-    """Copy files of one folder, given by relative name, into another; links are followed, permissions kept."""
+    """Copy files, given by names relative to `source`, into another folder; links are followed, permissions kept."""
     for name in names:
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +206,7 @@ def copy_files(source: Path, names: Iterable[str], target: Path) -> None:
 
 
 def copy_mode(source: Path, target: Path) -> None:
-    """Give a file the permissions of another, and its owner the right to change it."""
+    """Give `target` the permissions of `source`, and let the owner of `target` change it."""
     target.chmod(stat.S_IMODE(source.stat().st_mode) | stat.S_IWUSR)
 
 
@@ -247,7 +247,7 @@ def disk_errors(path: Path, advice: str = _RETRY) -> Iterator[None]:
 
 
 def check_full(error: OSError, path: Path | None, advice: str = _RETRY) -> None:
-    """Raise FileError if an error means that the disk of `path` is full; None: it is not known which disk it is."""
+    """Raise FileError if an error means a full disk, that of `path`; None means that the path is not known."""
     if path is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         raise FileError(f"a disk is full; {advice}") from error
     if error.errno == errno.EDQUOT:
@@ -259,7 +259,7 @@ def check_full(error: OSError, path: Path | None, advice: str = _RETRY) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
+    """Wait until a file, or the list of files in a folder, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -310,17 +310,18 @@ def atomic_folder(
     plan: Mapping[str, Any] | None = None,
     resume: bool = False,
 ) -> Iterator[Path]:
-    """Yield a hidden staging folder beside `dst`, which is fsynced and renamed to `dst` at the end.
+    """Yield a hidden staging folder beside `dst`, which becomes `dst` at the end, when all of its files are on disk.
 
-    A lock keeps other processes away from the same destination. After an exception `dst` does not exist.
+    A lock keeps other processes from writing to the same destination. After an exception `dst` does not exist.
 
     Args:
         dst: the folder to write, which must not exist.
         source: the folder that is read; `dst` must not lie inside it.
-        inputs: stamps of the files that are read, taken before reading. A change of them in the meantime is an error.
+        inputs: stamps of the files that are read (`file_stamps`), taken before reading. A file that changes in the
+            meantime is an error.
         size: bytes that will be written, for a check of the free space.
-        plan: settings, in a form for JSON, of a run that can be resumed: its staging folder is kept after an exception.
-            None: the run cannot be resumed.
+        plan: the settings of this run as JSON values. With them the run can be resumed, so its staging folder is kept
+            after an exception. None: the run cannot be resumed.
         resume: continue in the staging folder of an interrupted run with the same plan and inputs.
     """
     staging = dst.with_name(f".{dst.name}.unfinished")
@@ -349,7 +350,7 @@ def atomic_folder(
 
 @contextmanager
 def locked(path: Path, folder: Path) -> Iterator[None]:
-    """Hold a lock file for a folder inside the block; the file names this process.
+    """Hold the lock file `path` of a folder inside the `with` block; the lock file names this process.
 
     The kernel releases the lock however the process ends.
 
@@ -375,7 +376,7 @@ def locked(path: Path, folder: Path) -> Iterator[None]:
 
 
 def _holder(path: Path) -> str:
-    """Return the process that a lock file names, "process 123 on HOST"; empty: it names none."""
+    """Return a text for the process that a lock file names, "process 123 on HOST"; empty if it names none."""
     with suppress(OSError), path.open("rb") as file:
         text = file.read(200).decode(errors="replace")
         return short(printable(text.strip())) if text.startswith(_SIGNED) else ""
@@ -384,7 +385,7 @@ def _holder(path: Path) -> str:
 
 @contextmanager
 def _exclusive(dst: Path, staging: Path) -> Iterator[None]:
-    """Hold the lock of a destination; remove its file when no staging folder is left to protect."""
+    """Hold the lock for a destination inside the `with` block; delete the lock file if no staging folder is left."""
     lock = dst.with_name(f".{dst.name}.lock")
     with locked(lock, dst):
         try:
@@ -435,7 +436,7 @@ def _background_fsync(folder: Path) -> Iterator[None]:
 def _check_room(staging: Path, dst: Path, size: int) -> None:
     """Raise FileError if the disk has no room for `size` bytes.
 
-    The files of an interrupted run are kept as a part of them, or removed, so their space counts as free.
+    Files that an interrupted run left in the staging folder are reused or removed, so their space counts as free.
     """
     room = shutil.disk_usage(dst.parent).free
     if staging.is_dir():
@@ -447,7 +448,7 @@ def _check_room(staging: Path, dst: Path, size: int) -> None:
 
 
 def _open_staging(staging: Path, plan: dict[str, Any], resume: bool) -> None:
-    """Make the staging folder, or keep the finished weight files of an interrupted run with the same plan."""
+    """Create the staging folder; keep finished weight files in it that are from an interrupted run of the same plan."""
     if staging.is_symlink():
         staging.unlink()
     begun = None

@@ -1,4 +1,4 @@
-"""A filter for lines that other packages log about the work of this one, which would only mislead.
+"""A filter that hides misleading log lines: those that other packages write about the work of this package.
 
 with left_out_of_log("transformers.modeling_rope_utils", "'rope_type'='rope_ext_hf/"):
     model.save_pretrained(folder)
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 def left_out_of_log(logger: str, *texts: str) -> Iterator[None]:
     """Inside the block, keep a logger from logging lines that contain one of these texts.
 
-    Loggers below it are not affected, and after the block it is as before.
+    Its child loggers are not affected. After the block, it logs everything again.
     """
 
     def keep(record: logging.LogRecord) -> bool:

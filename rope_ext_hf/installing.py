@@ -20,12 +20,12 @@ NAME = "rope-ext-hf"
 
 
 def install_command(extra: str = "", *options: str) -> str:
-    """Return the pip command that installs this package with an extra and options, see the module."""
+    """Return the pip command that installs this package with an extra and with further options of pip."""
     return " ".join(["pip install", *options, *_source(f"[{extra}]" if extra else "")])
 
 
 def _source(extra: str) -> list[str]:
-    """Return the words of a pip command that name this package; pip has recorded its origin as PEP 610 says."""
+    """Return the arguments that make pip install this package, with an extra, from where pip got it (see PEP 610)."""
     origin, from_index = {}, False
     # Without a distribution these are bare files; the record may be damaged.
     with suppress(metadata.PackageNotFoundError, ValueError):

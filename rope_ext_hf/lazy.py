@@ -1,4 +1,4 @@
-"""Names of a package that load when first used. Imports under `if TYPE_CHECKING`, for type checkers, list them."""
+"""Names of a package that are imported only when first used; `if TYPE_CHECKING` lists them for type checkers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 
 def lazy_names(package: str, *others: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__all__`, `__getattr__` and `__dir__` of a package whose names load when first used.
+    """Return `__all__`, `__getattr__` and `__dir__` for a package whose names are imported only when first used.
 
     Args:
-        package: the package; its `__init__.py` has `from MODULE import NAME as NAME` under `if TYPE_CHECKING`.
+        package: the name of the package; its `__init__.py` imports each name under `if TYPE_CHECKING`, as in `from
+            MODULE import NAME as NAME`.
         *others: further names, which the `__init__.py` defines itself.
     """
     sources = _lazy_imports(package)
@@ -35,7 +36,7 @@ def lazy_names(package: str, *others: str) -> tuple[list[str], Callable[[str], A
 
 
 def _lazy_imports(package: str) -> dict[str, tuple[str, str]]:
-    """Return the module and the attribute of each name that the `__init__.py` of a package imports under an `if`."""
+    """Return the module and the attribute for each name that a package's `__init__.py` imports under an `if`."""
     source = pkgutil.get_data(package, "__init__.py") or b""
     imports = {}
     for block in ast.parse(source).body:

@@ -1,4 +1,4 @@
-"""Parts that other packages add to this one, as entry points; each loads when it is first needed.
+"""Plug-ins: parts that other packages add to this one by entry points; each is loaded when it is first needed.
 
 A package that has a method of its own, for example, states it in its pyproject.toml:
 
@@ -32,7 +32,7 @@ from rope_ext_hf.errors import RopeExtError, one_line
 
 @cache
 def _entries(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of a group by name, in alphabetical order."""
+    """Return the entry points in a group such as "rope_ext_hf.methods", by their names, in alphabetical order."""
     entries = [*entry_points(group=f"rope_ext_hf.{group}")]
     try:
         distribution("rope-ext-hf")
@@ -42,7 +42,7 @@ def _entries(group: str) -> dict[str, EntryPoint]:
 
 
 def _of_checkout(group: str) -> list[EntryPoint]:
-    """Return the entry points of this package's own pyproject.toml, for a checkout that is not installed."""
+    """Return a group's entry points from this package's own pyproject.toml, for a checkout that is not installed."""
     project = Path(__file__).parent.parent / "pyproject.toml"
     if not project.is_file():
         return []
@@ -52,15 +52,15 @@ def _of_checkout(group: str) -> list[EntryPoint]:
 
 
 def plug_in_names(group: str) -> list[str]:
-    """Return the names in a group, such as "commands", in alphabetical order."""
+    """Return the names of all plug-ins in a group, such as "commands", in alphabetical order."""
     return list(_entries(group))
 
 
 def plug_in(group: str, name: str) -> Any:
-    """Return the object that a name in a group stands for; None if the group has no such name.
+    """Load and return the plug-in that has this name in a group; None if the group has no such name.
 
     Raises:
-        RopeExtError: the package that has the name cannot be loaded; the message names it.
+        RopeExtError: the package that provides the plug-in cannot be loaded; the message names it.
     """
     entry = _entries(group).get(name)
     if entry is None:
@@ -73,5 +73,5 @@ def plug_in(group: str, name: str) -> Any:
 
 
 def plug_ins(group: str) -> dict[str, Any]:
-    """Return every object of a group by its name; errors are those of `plug_in`."""
+    """Load and return every plug-in in a group, by name; raise the errors of `plug_in`."""
     return {name: plug_in(group, name) for name in _entries(group)}

@@ -1,4 +1,4 @@
-"""Questions: measurements and changes of a model, each described by a frozen dataclass.
+"""Questions: frozen dataclasses, each of which holds the arguments of one measurement or change of a model.
 
     @dataclass(frozen=True, kw_only=True)
     class Passkey(Question):
@@ -30,7 +30,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 @dataclass(frozen=True)
 class Argument:
-    """The argument that a field of a question is, in Python and on the command line."""
+    """Help text, limits and option names for one field of a `Question`, which is one argument of a command."""
 
     help: str  # the help of the option
     metavar: str | None = None  # the name of its value in the help
@@ -46,7 +46,7 @@ class Argument:
     instead_of: tuple[str, ...] = ()  # fields that state the same in another way: exactly one of all must be given
 
     def value(self, field: Field[Any], passed: Any) -> Any:
-        """Return the value of a field from what a caller has passed for it.
+        """Parse and check the value that a caller passed for a field of a question, and return it.
 
         Raises:
             MethodError: a value of another type, or beyond the limits.
@@ -63,7 +63,7 @@ class Argument:
         return value
 
     def check(self, name: str, kind: str, value: Any) -> None:
-        """Raise MethodError for a value of another type, or beyond the limits; the message names the field."""
+        """Raise MethodError, with the name of the field, for a value of another type or beyond the limits."""
         if self.among and value not in self.among:
             raise MethodError(f"{name} must be {' or '.join(map(repr, self.among))}, got {short(repr(value))}")
         number = type(value) is int or (kind == "float" and type(value) is float)
@@ -75,33 +75,37 @@ class Argument:
 
 
 def argument(default: Any, help: str, **attributes: Any) -> Any:  # noqa: A002 - as argparse and typer have it
-    """Return a field of a question, by its default (`MISSING`: it has none) and the attributes of `Argument`."""
+    """Return a dataclass field for an argument of a command, with its default and its help text.
+
+    `default=MISSING`: the argument has no default. `attributes` are those of `Argument`, such as limits.
+    """
     return field(default=default, metadata={"argument": Argument(help, **attributes)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A measurement or a change of a model, or a group of arguments that several of them share.
+    """Base class for the arguments of one measurement or change of a model, or for arguments that several share.
 
     Attributes:
-        PANEL: the title under which the help of a command lists the fields; None: among the other options.
-        command: the command of `rope-ext` that asks this question; empty: it is a part of other questions.
+        PANEL: the title under which the help of a command lists the fields; None: they stand among the other options.
+        command: the command of `rope-ext` that takes these arguments; empty: the class is only a part of other
+            questions.
 
     Raises:
-        MethodError: a field of another type, or beyond its limits.
+        MethodError: a field has a value of another type, or beyond its limits.
     """
 
     PANEL: ClassVar[str | None] = None
     command: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Add the fields and their help to the docstring."""
+        """Add the names and help texts of all fields to the docstring of the subclass."""
         super().__init_subclass__(**options)
         own = [(name, value.metadata["argument"].help) for name, value in vars(cls).items() if isinstance(value, Field)]
         cls.__doc__ = "\n".join([f"{cls.__doc__}\n\nFields:", *(f"    {name}: {text}" for name, text in own)])
 
     def check_early(self) -> None:
-        """Raise MethodError for arguments that are wrong whatever the model is.
+        """Raise MethodError for arguments that are wrong for every model.
 
         Commands call it before they import anything heavy.
         """
@@ -113,12 +117,12 @@ class Question:
     @classmethod
     @cache
     def described_fields(cls) -> list[tuple[Field[Any], Argument]]:
-        """Return the fields, each with the argument that it is."""
+        """Return the dataclass fields of this question, each with its `Argument` (help, limits, option names)."""
         return [(item, item.metadata["argument"]) for item in dataclasses.fields(cls)]
 
     @classmethod
     def apart(cls, passed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Divide arguments into those that are fields of this question, and the others."""
+        """Split keyword arguments into those that are fields of this question, and all others."""
         names = {item.name for item, _ in cls.described_fields()}
         fields = {name: value for name, value in passed.items() if name in names}
         return fields, {name: value for name, value in passed.items() if name not in names}
@@ -130,7 +134,7 @@ class Question:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options with which a command asks the same, by their names in Python; see `command_line`."""
+        """The keyword arguments with which `command_line` writes the command that has the same settings."""
         options: dict[str, Any] = {}
         for item, described in self.described_fields():
             value = getattr(self, item.name)
@@ -148,15 +152,15 @@ class Question:
 def kind_of(field: Field[Any]) -> str:
     """Return the type of a field's value as text, such as "int" or "tuple[int, ...]".
 
-    The annotation's `| None`, and `| Any` for what is parsed, are left out.
+    `| None` is left out of the annotation, and so is `| Any`, which stands for values that are parsed later.
     """
     return str(field.type).split(" | ")[0]
 
 
 def forward(question: type[Question]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that gives a function with `**fields` the fields of a question as keyword arguments.
+    """Return a decorator that puts the fields of a question in place of `**fields` in the signature of a function.
 
-    `help` and editors then show them by name.
+    `help` and editors then show the fields by name, as keyword arguments.
     """
 
     def with_signature(function: Callable[P, T]) -> Callable[P, T]:
@@ -178,14 +182,14 @@ def forward(question: type[Question]) -> Callable[[Callable[P, T]], Callable[P, 
 
 
 def anything(value: Any) -> Any:
-    """Return a value as it is: the `parse` of a text or corpus, which may come in any form."""
+    """Return a value unchanged; used as the `parse` of fields that take a text or corpus in any form."""
     return value
 
 
 def several(kind: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | None]:
-    """Return a `parse` that makes a tuple of one value, several, or a comma list; `kind` converts each value.
+    """Return a parser that makes a tuple from one value, several values, or a comma list; `kind` converts each value.
 
-    None stays None.
+    The parser returns None for None.
     """
 
     def parse(passed: Any) -> tuple[Any, ...] | None:
@@ -204,7 +208,7 @@ def several(kind: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | Non
 
 
 def command_line(command: str, *arguments: object, **options: object) -> str:
-    """Return a command of `rope-ext` as it is typed.
+    """Return a command line of `rope-ext` as a user types it.
 
     Args:
         command: the command, such as "patch".
@@ -215,12 +219,12 @@ def command_line(command: str, *arguments: object, **options: object) -> str:
 
 
 def shell_line(words: Sequence[str]) -> str:
-    """Return a command line of `rope-ext` from the words after the program's name, quoted for a shell."""
+    """Return a command line of `rope-ext`, quoted for a shell, from the words that follow the name of the program."""
     return f"rope-ext {shlex.join(words)}"
 
 
 def _command_words(command: str, *arguments: object, **options: object) -> list[str]:
-    """Return the words of a command after the program's name; arguments as in `command_line`."""
+    """Return the words of a command line after the name of the program; arguments are as in `command_line`."""
     words = [command, *map(str, arguments)]
     for name, value in options.items():
         if value is None or value is False or value == ():
@@ -232,7 +236,7 @@ def _command_words(command: str, *arguments: object, **options: object) -> list[
 
 
 def option_text(value: Any) -> str:
-    """Return the value of an option as it is typed; several values become a comma list."""
+    """Return an option's value as a user types it; several values become a comma list."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ",".join(map(option_text, value))
     if isinstance(value, float):

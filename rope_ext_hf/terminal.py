@@ -25,7 +25,7 @@ _fixed: list[int] = []  # widths of the blocks of `as_wide_as` under way; the la
 
 @contextmanager
 def as_wide_as(columns: int) -> Iterator[None]:
-    """Make text inside the block so many columns wide, whatever the terminal is, for a file or a page."""
+    """Format text for `columns` columns inside the `with` block, whatever the terminal is; for files and pages."""
     _fixed.append(columns)
     try:
         yield
@@ -34,14 +34,18 @@ def as_wide_as(columns: int) -> Iterator[None]:
 
 
 def terminal_width(most: int = sys.maxsize) -> int:
-    """Return the columns of the terminal, or COLUMNS where that is set, or 160 in a pipe; at most `most`."""
+    """Return the number of columns of the terminal, at most `most`.
+
+    The environment variable COLUMNS overrides it. In a pipe, it is 160.
+    """
     return min(most, _fixed[-1] if _fixed else shutil.get_terminal_size((160, 24)).columns)
 
 
 def wrapped(text: str, first: str = "", then: str | None = None) -> str:
     """Return sentences broken into lines of at most `_LINE` columns; long words stay whole.
 
-    `first` stands before the first line; before the others, `then` or as many blanks.
+    `first` is put before the first line. `then` is put before each other line; default: as many blanks as `first` has
+    characters.
     """
     return textwrap.fill(
         text,
@@ -54,7 +58,7 @@ def wrapped(text: str, first: str = "", then: str | None = None) -> str:
 
 
 def broken_command(command: str) -> str:
-    """Return a command line with its options on further lines where it is long."""
+    """Return a command line; if it is long, its options continue on further lines."""
     lines, room = [""], terminal_width(_LINE) - 3
     for part in command.replace(" --", "\n--").split("\n"):
         if lines[-1] and len(lines[-1]) + len(part) > room:
@@ -65,7 +69,7 @@ def broken_command(command: str) -> str:
 
 
 def text_table(rows: Iterable[Sequence[str]], align: str = "l") -> str:
-    """Return rows as columns of text; where they are wider than the terminal, cells take several lines.
+    """Return rows as text in aligned columns; where the text is wider than the terminal, cells take several lines.
 
     `align`: "l" (left) or "r" (right) for each column; the last letter is that of all further columns.
     """
@@ -79,7 +83,7 @@ def text_table(rows: Iterable[Sequence[str]], align: str = "l") -> str:
 
 
 def table_text(table: Table) -> str:
-    """Return a table of rich as text of the terminal's width; its title and caption are lines of text."""
+    """Return a table of the package rich as text, as wide as the terminal, with title and caption as lines of text."""
     title, caption = table.title, table.caption
     table.title = table.caption = None
     notes = map(wrapped, str(caption or "").splitlines())
@@ -95,12 +99,12 @@ def _printed(table: Table) -> str:
 
 
 class Report:
-    """Base of results, which are dataclasses and can be saved as JSON."""
+    """Base class for dataclasses that hold results and can be saved as JSON."""
 
     also: ClassVar[tuple[str, ...]] = ()  # properties that are saved with the fields
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, and the properties in `also`, in a form for JSON."""
+        """Return all fields, and the properties that `also` names, as values for JSON."""
         values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
         return values | {name: getattr(self, name) for name in self.also}
 
@@ -109,7 +113,7 @@ class ShownAsTables(Report):
     """A report that a notebook shows as tables, and whose repr is one line."""
 
     def tables(self) -> Iterable[Rows]:
-        """Return the tables that a notebook shows; text of several lines, such as a command, keeps its lines."""
+        """Return the tables that a notebook shows."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

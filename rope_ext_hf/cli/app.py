@@ -46,7 +46,7 @@ _LIBRARY_COMMANDS = (
 
 
 def _plug_in_commands() -> list[Callable[..., Any]]:
-    """Load the commands of plug-ins; one that fails to load is named on standard error and left out."""
+    """Return the commands of plug-ins; a plug-in that cannot be loaded is named on standard error and left out."""
     commands = []
     for name in plug_in_names("commands"):
         try:
@@ -61,17 +61,17 @@ _ANYWHERE = frozenset({"--raise-limit", "--traceback"})
 
 
 class _Command(TyperCommand):
-    """A command that takes the parameters of methods as options too, and suggests a name for a misspelt option."""
+    """A command of typer that also takes the parameters of methods as options, and corrects misspelt options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the parameters of methods into `ctx.args`, and let typer parse the other arguments."""
+        """Move the parameters of methods from the arguments to `ctx.args`, and let typer parse the other arguments."""
         declared, parameters = self._split(ctx, args)
         super().parse_args(ctx, declared)
         ctx.args = parameters
         return parameters
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, with only its results on standard output; what libraries print goes to standard error."""
+        """Run the command; only its results go to standard output, and what libraries print goes to standard error."""
         with results_to():
             return super().invoke(ctx)
 
@@ -86,19 +86,19 @@ class _Command(TyperCommand):
 
 
 class _RepeatingCommand(_Command):
-    """A command whose first argument decides which command takes the others: `run`, with the options of a run file."""
+    """The command `run`: the run file in its first argument decides which options may follow."""
 
     def _split(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
         return (["--help"], []) if "--help" in args else (args[:1], args[1:])
 
 
 class _Group(TyperGroup):
-    """The program `rope-ext`: every error that a user can cause becomes one line, and every warning too."""
+    """The program `rope-ext`: it prints each error that a user can cause, and each warning, as one line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move the options of `rope-ext` itself in front of the command.
 
-        They may stand anywhere on the line, because error messages advise adding one to the line that was typed.
+        Users may type them anywhere on the line, because error messages advise adding one at the end.
         """
         own: list[str] = []
         rest: list[str] = []
@@ -130,7 +130,7 @@ class _Group(TyperGroup):
             raise typer.Exit(130) from error
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Run the program and exit; errors are printed here, and not by typer."""
+        """Run the program and exit; print errors here, instead of letting typer print them."""
         try:
             with all_results(), short_warnings():
                 code = super().main(*args, **kwargs | {"standalone_mode": False})
@@ -148,7 +148,7 @@ class _Group(TyperGroup):
 
 
 def _message(error: Exception) -> str:
-    """Return the line that is printed for an error that a user can cause; raise any other error again."""
+    """Return the line to print for an error that a user can cause; raise all other errors again."""
     if isinstance(error, RopeExtError):
         return str(error)
     if isinstance(error, OSError):

@@ -27,7 +27,7 @@ _results: list[TextIO] = []  # streams for results; the last one counts
 
 @contextmanager
 def results_to(stream: TextIO | None = None) -> Iterator[None]:
-    """Send results to a stream, and everything else that is printed to standard error, inside the `with` block.
+    """Inside the `with` block, send results to a stream, and everything else that is printed to standard error.
 
     Without a stream, results go where they went before.
     """
@@ -41,9 +41,9 @@ def results_to(stream: TextIO | None = None) -> Iterator[None]:
 
 @contextmanager
 def _results_stream() -> Iterator[TextIO | None]:
-    """Yield the stream for results; None: standard output was closed before the program started.
+    """Yield the stream for results, or None if standard output was closed before the program started.
 
-    If the stream cannot be written, on a full disk say, that is one FileError, and not another one at the exit.
+    If the stream cannot be written, for example on a full disk, one FileError is raised, and the exit raises no other.
     """
     stream: TextIO | None = _results[-1] if _results else sys.stdout
     try:
@@ -59,14 +59,17 @@ def _results_stream() -> Iterator[TextIO | None]:
 
 
 def _give_up(stream: TextIO) -> None:
-    """Connect a stream that cannot be written to the null device, where its buffer can be flushed at the exit."""
+    """Redirect a stream that cannot be written to the null device, so that flushing it at the exit raises no error."""
     with open(os.devnull, "w") as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), stream.fileno())
 
 
 @contextmanager
 def all_results() -> Iterator[None]:
-    """Flush results at the end of the `with` block that were printed without this module, as typer prints help."""
+    """Make sure that everything printed in the `with` block is written out at its end, or report an error.
+
+    This covers text that was not printed through this module, such as the help that typer prints.
+    """
     try:
         yield
     finally:
@@ -75,13 +78,13 @@ def all_results() -> Iterator[None]:
 
 
 def print_text(text: str) -> None:
-    """Print results, with control characters escaped."""
+    """Print text as a result on standard output, with control characters escaped."""
     with _results_stream() as stream:
         typer.echo(printable(text), file=stream)
 
 
 def print_note(name: str, text: str) -> None:
-    """Print a line of information on standard error, with a name in front."""
+    """Print a line of information on standard error, with `name` in front."""
     _print_to_stderr(f"{name:<9}{text}")
 
 
@@ -133,7 +136,7 @@ def short_warnings() -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Switch off transformers' progress bars, advice and error log: it raises the errors too, and they are printed."""
+    """Switch off the progress bars, advice and logged errors of transformers, which raises its errors as well."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -151,13 +154,13 @@ class _ProgressBar:
         self._bar.update(self._task, total=total)
 
     def advance(self, name: str, count: int, work: float = 0.0) -> None:
-        """Advance the bar by `count`, and the time left by `work`; `name` is the present step."""
+        """Advance the bar by `count`, and by `work` for the time left; `name` is the name of the present step."""
         self._bar.update(self._task, advance=count, description=name)
         if work:
             self.left.passed(work)
 
     def set(self, done: int, total: int) -> None:
-        """Set the bar to `done` of `total`, which are the work too."""
+        """Set the progress bar to `done` of `total`; both also count as work for the time left."""
         self._bar.update(self._task, completed=done, total=total)
         if not self.left.total:
             self.left.total = total
@@ -199,14 +202,14 @@ _CORRECTION = 30.0  # seconds; an estimate is corrected if it is off by more, an
 class TimeLeft:
     """An estimate of the time that is left, which is printed once, and again if it turns out wrong.
 
-    The estimate needs timed passes of some seconds together. A short first pass does not count once there is a second
-    one, because it includes loading kernels and allocating. Short passes say little about long ones, so one pass with
-    at least half of the work of the largest must have been timed.
+    A pass is one call of the model. The estimate needs timed passes that took some seconds together. A short first pass
+    does not count once there is a second one, because it includes loading kernels and allocating. Short passes say
+    little about long ones, so one pass with at least half of the work of the largest must have been timed.
 
     Attributes:
         total: all work, in any unit.
         largest: the work of the largest pass; 0: all passes are alike.
-        count: the number of passes, each of which takes some time beside that for its work; 0: not known.
+        count: the number of passes, each of which takes some fixed time besides that for its work; 0: not known.
     """
 
     def __init__(
@@ -224,11 +227,11 @@ class TimeLeft:
         self.ends: float | None = None  # the time of the end by the last estimate that was printed
 
     def begin(self) -> None:
-        """Start the clock of the first pass."""
+        """Start the clock for the first pass."""
         self.began = self.clock()
 
     def passed(self, work: float) -> None:
-        """Time a pass that has just ended; print the time that is left if it is known, or known better."""
+        """Record the time of a pass that has just ended; print the time left if it is known now, or known better."""
         now = self.clock()
         seconds = now - self.began
         self.timed.append((work, seconds))
@@ -252,14 +255,15 @@ class TimeLeft:
         self.say(f"about {duration(left)} left ({count} timed)")
 
     def _is_known(self) -> bool:
-        """Return whether the timed passes are enough for a first estimate, and there is work left."""
+        """Return whether enough passes were timed for a first estimate, and there is work left."""
         seconds = sum([seconds for _, seconds in self.timed])
         return seconds >= _ENOUGH and max(self.timed)[0] >= self.largest / 2 and self.done < self.total
 
     def _left(self) -> float:
         """Return the seconds that are left, by a least-squares line through the timed passes.
 
-        Its slope is the time for a unit of work, its intercept the time that each pass takes beside its work.
+        The line gives the time of a pass by its work: its slope is the time per unit of work, and its intercept the
+        fixed time per pass.
         """
         count = len(self.timed)
         work = sum(work for work, _ in self.timed)

@@ -1,4 +1,4 @@
-"""The step between typer and the commands: dataclasses become options, and the values of options dataclasses.
+"""The conversion between typer and commands: fields of dataclasses become options, and typed values dataclasses.
 
 A command takes its options in groups, as dataclasses, beside single ones:
 
@@ -41,9 +41,9 @@ FROM_FILE = "rope_ext_hf.from_file"
 
 
 def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that typer makes a command of: each field of the command's dataclasses is a parameter.
+    """Return a function for typer in which each field of a command's dataclasses is a parameter of its own.
 
-    Options of a question with a PANEL stand together under that title in the help.
+    The help shows the fields of a dataclass that has a PANEL together, under that title.
     """
     context_parameter = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     others = [parameter for parameter in _typer_parameters(command) if parameter.name != "context"]
@@ -64,7 +64,7 @@ def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def questions_of(group: Any) -> list[type[Question]]:
-    """Return the kinds of question that a command takes, also those inside other dataclasses."""
+    """Return the `Question` classes (dataclasses of arguments) of a command, also those inside other dataclasses."""
     types = get_type_hints(group)
     questions: list[type[Question]] = []
     for name in inspect.signature(group).parameters:
@@ -80,7 +80,7 @@ def questions_of(group: Any) -> list[type[Question]]:
 
 
 def _typer_parameters(group: Any) -> list[inspect.Parameter]:
-    """Return the parameters of a command or a dataclass as typer reads them, in order."""
+    """Return the function parameters that typer reads for a command or a dataclass, in order."""
     if _is_question(group):
         return [_option(group, field, argument) for field, argument in group.described_fields() if argument.option]
     types = get_type_hints(group, include_extras=True)
@@ -98,9 +98,9 @@ def _typer_parameters(group: Any) -> list[inspect.Parameter]:
 
 @cache
 def _own_question(group: Callable[..., Any]) -> type[Question]:
-    """Return the parameters of a command itself that `argument` describes, as a kind of question.
+    """Return a `Question` class made of those of a command's own parameters that `argument` describes.
 
-    So they are parsed and checked as the fields of every other question are.
+    They are then parsed and checked like the fields of any other `Question`.
     """
     parameters = inspect.signature(group).parameters.values()
     fields = [
@@ -115,7 +115,7 @@ _OPTION_TYPES = {"int": int, "float": float, "bool": bool, "Path": Path}  # of f
 
 
 def _option(question: type[Question], field: Field[Any], argument: Argument) -> inspect.Parameter:
-    """Return the function parameter from which typer makes the option for one field of a question."""
+    """Return the function parameter from which typer makes the option for one field of a `Question` class."""
     value_type: Any = _OPTION_TYPES.get(kind_of(field), str)
     if argument.parse:
         value_type = str
@@ -141,9 +141,9 @@ def _option(question: type[Question], field: Field[Any], argument: Argument) -> 
 
 
 def _default(field: Field[Any], argument: Argument) -> Any:
-    """Return the default of an option as typer takes it; `inspect.Parameter.empty`: the option must be given.
+    """Return the default that typer gets for an option; `inspect.Parameter.empty`: the option is required.
 
-    A value that is parsed from text has a default in text too, which the help shows.
+    If the option's value is parsed from text, its default is a text, too, which the help shows.
     """
     default = field.default if argument.typed is ... else argument.typed
     if default is MISSING:
@@ -158,7 +158,7 @@ def _default(field: Field[Any], argument: Argument) -> Any:
 
 
 def _option_names(field_name: str, argument: Argument, default: Any, *, is_flag: bool) -> tuple[str, ...]:
-    """Return the names of an option; a flag that is on by default can be switched off by `--no-NAME`."""
+    """Return the names of an option, such as `--trials`; a flag that is on by default also gets `--no-NAME`."""
     if argument.names:
         return argument.names
     name = field_name.replace("_", "-")
@@ -166,7 +166,7 @@ def _option_names(field_name: str, argument: Argument, default: Any, *, is_flag:
 
 
 def _panel(question: type[Question], field_name: str) -> str | None:
-    """Return the title under which the help lists a field: the PANEL of the class that declares it."""
+    """Return the title under which the help lists a field: the PANEL of the class that declares the field."""
     for cls in question.__mro__:
         if field_name in vars(cls).get("__annotations__", ()):
             return getattr(cls, "PANEL", None)
@@ -177,10 +177,10 @@ def _panel(question: type[Question], field_name: str) -> str | None:
 
 
 def _values_of_file(command: Callable[..., Any], context: typer.Context, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a run file that was not overridden on the command line.
+    """Return those options of a run file that the command line does not override.
 
-    An option that was typed also replaces the other ways to say the same (`Argument.instead_of`): --factor the
-    target_length of the file. --method replaces the parameters of the file's methods.
+    An option that was typed also overrides those that state the same in another way (`Argument.instead_of`): --factor
+    overrides the file's target_length. --method overrides the parameters of the file's methods.
     """
     of_file: dict[str, Any] = dict(context.meta.pop(FROM_FILE, {}))
     alternatives = {
@@ -201,7 +201,7 @@ def _values_of_file(command: Callable[..., Any], context: typer.Context, values:
 
 
 def _arguments(group: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a command, or of a dataclass other than a question, made of its options' values."""
+    """Return the arguments of a command, or of a dataclass that is not a `Question`, built from typed values."""
     types = get_type_hints(group)
     arguments: dict[str, Any] = _built(_own_question(group), values).arguments
     for name in inspect.signature(group).parameters.keys() - arguments.keys():
@@ -210,7 +210,7 @@ def _arguments(group: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _built(kind: Any, values: dict[str, Any]) -> Any:
-    """Return a question, or another dataclass, built of the values of its options."""
+    """Return an instance of a `Question` or another dataclass, built from the values of its options."""
     if not _is_question(kind):
         return kind(**_arguments(kind, values))
     arguments = {field.name: values[field.name] for field, _ in kind.described_fields() if field.name in values}
@@ -224,7 +224,7 @@ def _built(kind: Any, values: dict[str, Any]) -> Any:
 
 
 def _with_option_names(message: str, question: type[Question]) -> str:
-    """Return a message in which the fields of a question stand as the user types them: `--max-spans`, not `max_spans`.
+    """Return an error message with fields of a `Question` written as options: `--max-spans` instead of `max_spans`.
 
     Messages name fields in three places: "trials must be ...", "...; give lengths, ..." and "what data names".
     """
@@ -235,7 +235,7 @@ def _with_option_names(message: str, question: type[Question]) -> str:
 
 
 def _questions_in(values: Iterable[Any]) -> Iterator[Question]:
-    """Yield the questions among values, and inside those that are other dataclasses."""
+    """Yield those values that are `Question` instances, also those inside other dataclasses."""
     for value in values:
         if isinstance(value, Question):
             yield value

@@ -83,7 +83,7 @@ def demo(
 
 
 def _texts(count: int, tokens: int) -> list[Document]:
-    """Return passages of Python's library, each long enough for one span of so many tokens.
+    """Return passages of Python's library, each long enough for one span (text read at once) of `tokens` tokens.
 
     A token of the bundled model is a byte.
     """
@@ -100,7 +100,7 @@ def _texts(count: int, tokens: int) -> list[Document]:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """The result of `demo`: perplexity and right answers, of every method at the trained length and at a longer one."""
+    """The results of `demo`: perplexity and right answers with each method, at the trained length and a longer one."""
 
     findings: Findings
     perplexity: Measure
@@ -109,7 +109,7 @@ class Demonstration:
 
     @classmethod
     def of(cls, comparison: Comparison) -> Demonstration:
-        """Take the two measures out of a comparison of a perplexity run and a retrieval run."""
+        """Return the results from a comparison of a perplexity run and a retrieval run."""
         from rope_ext_hf.methods.registry import method_from_dict
         from rope_ext_hf.methods.remapping import RemappingMethod
 
@@ -169,7 +169,7 @@ class Demonstration:
 
     @property
     def sentences(self) -> list[str]:
-        """The conclusions from the table."""
+        """The conclusions that follow from the table, in sentences."""
         return [self._sentence_on_the_unpatched_model(), self._sentence_on_the_best(), *self._sentences_on_portable()]
 
     def _sentence_on_the_unpatched_model(self) -> str:
@@ -185,7 +185,7 @@ class Demonstration:
         return f"Unpatched, it fails beyond {self.short:,}: perplexity {times} times as high, {answers} found."
 
     def _sentence_on_the_best(self) -> str:
-        """Name the methods that read the longer length as well as the unpatched model reads the trained length."""
+        """Return a sentence on the methods that read long texts as well as the unpatched model reads short ones."""
         from rope_ext_hf.runs.grammar import listed
 
         known = self.findings
@@ -198,7 +198,7 @@ class Demonstration:
         return f"{names} {verb} {self.long:,} tokens as well as {self.short:,}{condition}."
 
     def _sentences_on_portable(self) -> list[str]:
-        """Say of each method that other software has what it costs at the trained length."""
+        """Return sentences on the methods that other programs support, too: what each costs at the trained length."""
         known, sentences = self.findings, []
         for key, portable in self.portable.items():
             if not portable:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of every measurement: the model, the methods, and the folder for results."""
+    """Options that every measurement takes: the model, the methods, and the folder for results."""
 
     model: Model
     methods: MethodChoice
@@ -51,7 +51,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions(Question):
-    """The processes that share a measurement."""
+    """Options about the processes that share a measurement."""
 
     PANEL = "Processes and engines"
 
@@ -60,7 +60,7 @@ class ProcessOptions(Question):
     )
 
     def launched(self, load: EvalOptions) -> tuple[Workers, EvalOptions]:
-        """Return the processes that torchrun started, and the options for this one, which gets a device of its own."""
+        """Return the processes that torchrun started, and loading options in which this process has its own device."""
         import torch
 
         from rope_ext_hf.runs.workers import Workers
@@ -74,7 +74,7 @@ class ProcessOptions(Question):
     def reading(
         self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
     ) -> RunPlan[Any]:
-        """Return the plan with the program that reads its text; by default transformers does.
+        """Return the plan, set to be read by the chosen program; by default transformers reads it.
 
         `empty` is the model without weights.
         """
@@ -83,7 +83,7 @@ class ProcessOptions(Question):
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderOptions(ProcessOptions):
-    """The processes that share a measurement, and the engine that reads the text in place of transformers."""
+    """Options about the processes that share a measurement, and the engine that reads instead of transformers."""
 
     engine: str | None = argument(
         None,
@@ -214,14 +214,14 @@ def report(
 
 
 class Prepared:
-    """A measurement that is planned and fits into memory, before the weights of the model are read.
+    """A measurement that is planned, and known to fit into memory, before the weights of the model are read.
 
     Attributes:
-        forecast: the time, memory and disk that it would take, for a dry run; None: it is not a dry run.
+        forecast: for a dry run, the time, memory and disk space that the measurement would take; else None.
     """
 
     def __init__(self, options: RunOptions, question: LengthsQuestion, processes: ProcessOptions) -> None:
-        """Plan a measurement on the model without weights; print what it needs, or stop if it does not fit."""
+        """Plan a measurement on the model without weights; print the memory needed, or raise an error for too much."""
         from rope_ext_hf.hub import foreign_errors
         from rope_ext_hf.runs.run_file import run_file
 
@@ -243,7 +243,7 @@ class Prepared:
         self.load, self.plan, self.workers = load, plan, workers
 
     def measure(self) -> Run[Any]:
-        """Measure, and print the result; for a dry run print the forecast, and end the program."""
+        """Carry out the measurement and print its result; in a dry run, print the forecast and end the program."""
         from rope_ext_hf.hub import foreign_errors
         from rope_ext_hf.runs.runner import carry_out
 
@@ -269,7 +269,10 @@ class Prepared:
 def _with_key_tokens(
     plan: RunPlan[Any], question: Perplexity, options: RunOptions, load: EvalOptions, workers: Workers, file: RunFile
 ) -> RunPlan[Any]:
-    """Return the plan with its key tokens if the question asks for them; another model finds them, in a run before."""
+    """Return the plan with key tokens (those that need the long context), if the question asks for them.
+
+    Another model finds them, in a run of its own before this one.
+    """
     from rope_ext_hf.runs.runner import carry_out
 
     evaluator = replace(load, revision=None)  # --revision is one of the measured model
@@ -299,7 +302,7 @@ def _with_key_tokens(
 def _check_memory(
     empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers, most_spans: int | None = None
 ) -> None:
-    """Raise an error if a measurement does not fit into memory; print the memory and the time that it needs."""
+    """Raise an error if a measurement does not fit into memory; else print the memory and time that it needs."""
     from rope_ext_hf.hub import find_device, loaded_dtype
     from rope_ext_hf.reading.memory import check_memory
 
@@ -323,7 +326,7 @@ def _check_memory(
 
 
 def _forecast(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers, out: Path) -> Forecast:
-    """Return the time, memory and disk that a measurement would take."""
+    """Return the time, memory and disk space that a measurement would take."""
     import torch
 
     from rope_ext_hf.hub import find_device, loaded_dtype
@@ -352,7 +355,7 @@ def _forecast(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], wor
 
 
 def _seconds(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers) -> float:
-    """Return about how many seconds a measurement takes, by the speed of the device, which is measured."""
+    """Estimate the seconds that a measurement takes, from the measured speed of the device."""
     from rope_ext_hf.hub import find_device, loaded_dtype
     from rope_ext_hf.reading.operations import measure_flops
 
@@ -361,7 +364,10 @@ def _seconds(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], work
 
 
 def _work(model: PreTrainedModel, measurement: Measurement, *passes: int) -> float:
-    """Return the floating-point operations of passes of so many tokens, and of the answers that follow each pass."""
+    """Return the floating-point operations of passes through a model, with the answers that follow each pass.
+
+    `passes` are the numbers of tokens of the passes.
+    """
     from rope_ext_hf.reading.operations import estimate_flops
 
     after = [1] * (measurement.after_each_pass * len(passes))
@@ -370,7 +376,7 @@ def _work(model: PreTrainedModel, measurement: Measurement, *passes: int) -> flo
 
 
 def _readers_clause(plan: RunPlan[Any]) -> str:
-    """Return the forms of the model that read the text, as the rest of a clause: ", unpatched and patched"."""
+    """Return a clause on how often the text is read: ", unpatched and patched", or ", with each of 3 methods"."""
     patched = sum(method is not None for method in plan.methods)
     unpatched = ", unpatched" if None in plan.methods else ""
     if not patched:
@@ -387,9 +393,9 @@ def print_forecast(forecast: Forecast, as_json: bool) -> None:
 
 
 def shown_progress(workers: Workers | None = None) -> Progress:
-    """Return the progress of runs as the command line shows it on standard error: a progress bar, and the time left.
+    """Return a listener that shows the progress of runs on standard error, with a bar and the time left.
 
-    If several processes share a run, the first one shows it.
+    If several processes share a run, only the first one shows it.
     """
     # torch is imported with the base class, so that the class cannot stand at the top of this module
     from rope_ext_hf.runs.runner import Progress
@@ -435,7 +441,7 @@ def shown_progress(workers: Workers | None = None) -> Progress:
 
 
 def _print_run(run: Run[Any], as_json: bool) -> None:
-    """Print the table of a run, the speed, the conclusion, and the files with the results."""
+    """Print the table of a run, its speed, its conclusion, and the names of the files with its results."""
     if as_json:
         print_text(json_text(run.to_dict()))
         return

@@ -100,10 +100,10 @@ def lm_eval(
 
 
 def _write_results(tracker: Any, output_path: Path, results: dict[str, Any], samples: dict[str, Any]) -> list[Path]:
-    """Let lm-eval's tracker write results, and samples by task; return the files.
+    """Write the results and the samples of each task with lm-eval's tracker, and return the new files.
 
     Raises:
-        FileError: not all files were written. lm-eval only logs an error on the disk.
+        FileError: some files were not written; lm-eval itself only logs such errors.
     """
     folder = output_path.parent if output_path.suffix == ".json" else output_path
     with disk_errors(folder):

@@ -69,7 +69,7 @@ def methods(as_json: Json = False) -> None:
 
 
 def _method_text(row: Mapping[str, Any]) -> str:
-    """Return a method's summary, other names and parameters, in lines."""
+    """Return several lines of text on a method: its summary, its other names and its parameters."""
     lines = [row["summary"]]
     aliases = []
     for alias, implied in row["aliases"].items():
@@ -91,7 +91,7 @@ def _method_text(row: Mapping[str, Any]) -> str:
 
 
 def _typed(default: Any) -> str:
-    """Return the default of a parameter as it is typed; empty: it has none, or the method chooses one itself."""
+    """Return a parameter's default as a user types it; empty if it has none, or the method chooses one itself."""
     if default is None:
         return ""
     return str(default).lower() if isinstance(default, bool) else option_text(default)
@@ -105,7 +105,7 @@ _GROUPS = (_STATIC, _BY_LENGTH, _REMAPPING, _OTHERS)
 
 
 def _group(method: type[RopeMethod]) -> str:
-    """Return the title under which a method is listed."""
+    """Return the title under which `rope-ext methods` lists a method."""
     from rope_ext_hf.methods.base import RopeMethod as BaseMethod
     from rope_ext_hf.methods.remapping import RemappingMethod
     from rope_ext_hf.methods.static import Default
@@ -184,9 +184,9 @@ def write_patched(
     keep_mistral_format: bool = False,
     runs: Sequence[Run[Any]] = (),
 ) -> Description:
-    """Write a copy of a model folder that carries a method, and describe it.
+    """Write a patched copy of a model folder, and return a description of it.
 
-    Its card has the results of `runs`. The other arguments are those of the command `patch`.
+    The model card in it shows the results of `runs`. The other arguments are those of the command `patch`.
     """
     from rope_ext_hf.downloads import mistral_format_files
     from rope_ext_hf.hub import folder_and_hub_id, foreign_errors
@@ -226,7 +226,7 @@ def write_patched(
 
 
 def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:
-    """Describe a model, with notes on the folder of this name that the model itself does not tell."""
+    """Describe a model; notes add facts about its folder, `name`, that the model object does not show."""
     from rope_ext_hf.files import read_json
     from rope_ext_hf.hub import is_adapter, model_folder
     from rope_ext_hf.patches.adapters import SAVE_ROUTE

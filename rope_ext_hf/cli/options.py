@@ -70,7 +70,7 @@ def command(panel: str, *, interrupted: str = "", repeats: bool = False) -> Call
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(Question):
-    """The version of a model that is read, and whether its own code may run."""
+    """Options about the source of a model: its revision, and whether the code that comes with it may run."""
 
     PANEL = "Model"
 
@@ -79,11 +79,11 @@ class SourceOptions(Question):
 
     @property
     def version(self) -> dict[str, Any]:
-        """The same as keyword arguments, for functions that read a model."""
+        """The revision and the permission to run code, as keyword arguments for functions that read a model."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
     def empty_model(self, model: str) -> PreTrainedModel:
-        """Return the model without its weights, which is enough to describe it, to patch it and to plan."""
+        """Load the model without its weights, which is enough to describe it, to patch it and to plan."""
         from rope_ext_hf.hub import load_empty
 
         return load_empty(model, **self.version)
@@ -96,14 +96,14 @@ class SourceOptions(Question):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(SourceOptions):
-    """The precision of the weights, and the device that the model runs on."""
+    """Options for loading a model: the precision of its weights, and the device that it runs on."""
 
     dtype: str = argument("auto", "auto (as saved), float32, bfloat16 or float16.", metavar="DTYPE")
     device: str = argument("auto", "auto, cpu, cuda, cuda:1, mps, ...", metavar="DEVICE")
     device_map: str | None = argument(None, "auto: spread a large model over all devices.", metavar="MAP")
 
     def model(self, model: str) -> PreTrainedModel:
-        """Return the model with its weights."""
+        """Load the model with its weights."""
         from rope_ext_hf.hub import load_model
 
         return load_model(model, dtype=self.dtype, device=self.device, device_map=self.device_map, **self.version)
@@ -111,7 +111,7 @@ class LoadOptions(SourceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(LoadOptions):
-    """The options of a model that is measured: how it is loaded, and how long inputs go through it."""
+    """Options for measuring a model: how it is loaded, and how many tokens go through it at a time."""
 
     tokens_per_pass: int | None = argument(
         None, "Tokens that go through the model at a time. Default: as many as memory allows.", least=16, metavar="N"
@@ -120,5 +120,5 @@ class EvalOptions(LoadOptions):
 
     @property
     def reading(self) -> dict[str, Any]:
-        """Keyword arguments of `rope_ext_hf.eval.measure` about the passes through the model."""
+        """The options about passes through the model, as keyword arguments of `rope_ext_hf.eval.measure`."""
         return {"chunk": self.tokens_per_pass, "offload_cache": self.offload_cache}

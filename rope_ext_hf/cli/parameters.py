@@ -70,7 +70,7 @@ def split_arguments(
 
 
 def parse_parameters(words: Sequence[str]) -> dict[str, Any]:
-    """Return the values of parameters by their names in Python.
+    """Return the values that were typed for the parameters of methods, by the names of the parameters in Python.
 
     A value is read as JSON, a comma list as a tuple of floats, anything else stays text; a parameter without a value is
     True. `["--beta-fast", "16", "--sticky"]` becomes `{"beta_fast": 16, "sticky": True}`.

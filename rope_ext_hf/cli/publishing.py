@@ -19,7 +19,7 @@ from rope_ext_hf.questions import Question, argument, command_line
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions(Question):
-    """The repository on the Hub that a command uploads its folder to."""
+    """Options for uploading the folder that a command writes to a repository on the Hugging Face Hub."""
 
     push_to_hub: str | None = argument(
         None, "Also upload the folder to the Hugging Face Hub, after asking; private.", metavar="OWNER/NAME"
@@ -28,7 +28,7 @@ class PublishOptions(Question):
     yes: bool = argument(False, "Do not ask.", names=("--yes", "-y"))
 
     def check(self) -> None:
-        """Raise the error that would stop the upload, before any work is done."""
+        """Raise any error that would stop the upload later, before other work is done."""
         from rope_ext_hf.downloads import check_upload
 
         if self.push_to_hub is None:
@@ -40,9 +40,9 @@ class PublishOptions(Question):
         check_upload(self.push_to_hub, private=not self.public)
 
     def upload(self, folder: Path, *, trust_remote_code: bool) -> None:
-        """Upload a folder to the repository, if one was named, after its files are listed and the user agrees.
+        """Upload a folder to the chosen repository, if any, after listing its files and asking the user.
 
-        Its card is written anew, under the name of the repository.
+        The model card is written again first, with the name of the repository.
         """
         if self.push_to_hub is None:
             return
@@ -62,15 +62,15 @@ class PublishOptions(Question):
 
 
 def write_cards(folder: Path, **arguments: Any) -> None:
-    """Write the model card of a folder, by every plug-in of the group rope_ext_hf.cards."""
+    """Write the model card of a folder with every plug-in in the group rope_ext_hf.cards; `arguments` go to each."""
     for write in plug_ins("cards").values():
         write(folder, **arguments)
 
 
 def _local_paths_note(file: Path) -> str:
-    """Return a clause with the paths of this machine that a run file, a card or a config contains; empty: none.
+    """Return a clause that lists paths of this machine in a run file, model card or config; empty if there are none.
 
-    The user is asked before the upload, and may not want to publish them.
+    The user sees it before the upload, and may not want to publish such paths.
     """
     if not file.name.endswith((".yaml", ".md", "config.json")):
         return ""

@@ -51,7 +51,7 @@ def run(
 
 
 def _repeat(context: typer.Context, file: RunFile, typed: Sequence[str]) -> None:
-    """Run the command of a file; options that were typed count instead of those of the file."""
+    """Run the command that a run file names, with its options; options that were typed override those of the file."""
     from rope_ext_hf.runs.identity import versions_now
     from rope_ext_hf.runs.run_file import IN_MEMORY
 
@@ -84,7 +84,7 @@ def _repeat(context: typer.Context, file: RunFile, typed: Sequence[str]) -> None
 
 
 def _repeatable(group: Any) -> dict[str, Callable[..., Any]]:
-    """Return the functions of the commands that make runs, by name: those that take a question named like them."""
+    """Return, by name, the functions of all commands whose runs a run file can repeat."""
     functions = {}
     for name, typer_command in group.commands.items():
         function = inspect.unwrap(typer_command.callback)
@@ -94,7 +94,7 @@ def _repeatable(group: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _model(typed: Sequence[str], model: Any) -> tuple[Any, list[str]]:
-    """Return the model of --model if it was typed, else that of the file; and the other words that were typed."""
+    """Return the model after --model if it was typed, else that of the file; and the typed words without --model."""
     waiting, others = list(typed), list[str]()
     while waiting:
         word = waiting.pop(0)
@@ -111,9 +111,9 @@ def _model(typed: Sequence[str], model: Any) -> tuple[Any, list[str]]:
 
 
 def _checked(file: RunFile, function: Callable[..., Any], typed: Collection[str]) -> dict[str, Any]:
-    """Return the options of a file that were not typed too, each checked as the command checks it.
+    """Return, checked, those options of a run file that the command line does not override.
 
-    The parameters of methods are collected under "parameters".
+    The parameters of methods stand together under the key "parameters".
     """
     fields = [field for question in questions_of(function) for field in question.described_fields()]
     checks: dict[str, Callable[[Any], Any]] = {"out": Path}
@@ -148,7 +148,16 @@ def _checked(file: RunFile, function: Callable[..., Any], typed: Collection[str]
 
 
 def _value(field: dataclasses.Field[Any], argument: Argument, value: Any) -> Any:
-    """Return a value of a file as the field of a question takes it, after it is checked."""
+    """Check a value from a run file, and return it in the form in which the command takes it.
+
+    Args:
+        field: the dataclass field for one option of the command.
+        argument: the limits of this option, and its parser.
+        value: the value in the file, which YAML may have read as another type.
+
+    Raises:
+        MethodError: the value is wrong, or stands for an object that was in memory, which no file can hold.
+    """
     from rope_ext_hf.runs.run_file import IN_MEMORY
 
     kind = kind_of(field)

@@ -1,4 +1,4 @@
-"""A patched model as lm-evaluation-harness takes models, at the length that the model was extended to.
+"""A patched model in the form in which lm-evaluation-harness takes models, at the length it was extended to.
 
     from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
     lm = RopeHFLM("meta-llama/Llama-3.2-1B", method="yarn", factor=8)
@@ -155,7 +155,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> RopeHFLM:
-        """Return the model of lm-eval's `--model_args`.
+        """Return a model made from the arguments that lm-eval has parsed from `--model_args`.
 
         Args:
             arg_dict: arguments of this class, of `patch`, of the method and of `from_pretrained`.
@@ -173,12 +173,15 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> RopeHFLM:
-        """Return the model of arguments that are given as text: "pretrained=DIR,method=yarn,factor=8"."""
+        """Return a model made from the text after lm-eval's `--model_args`: "pretrained=DIR,method=yarn,factor=8".
+
+        `additional_config` are lm-eval's own options: device, batch_size, max_batch_size.
+        """
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def follows_the_input(self) -> bool:
-        """True if frequencies depend on the length of each forward: the method does, and no `fixed_length` holds it."""
+        """True if frequencies depend on the length of each forward, which `fixed_length` would prevent."""
         modules = self.model.modules()
         return any(module.length_dependent for module in modules if isinstance(module, RotaryEmbedding))
 
@@ -188,7 +191,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Score continuations of contexts, given as token ids."""
+        """Return the log-likelihoods of continuations after their contexts, both given as token ids."""
         self.cut += sum(_input_length(request) > self.max_length for request in requests)
         with set_to(self, logits_cache=False) if self._cache_would_mix_up(requests) else nullcontext():
             answers = self._by_length(requests, disable_tqdm, override_bs)
@@ -197,10 +200,10 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return answers
 
     def _cache_would_mix_up(self, requests: Sequence[tuple[Any, list[int], list[int]]]) -> bool:
-        """Return whether lm-eval's cache of logits would confuse two requests.
+        """Return whether lm-eval's cache of logits would confuse two of these requests.
 
-        The cache is for continuations of one token: they share their input, the context. It also takes requests for
-        such that share their input but split it in different places into a context and a continuation.
+        The cache is meant for requests with the same context and continuations of one token. But it also mixes up
+        requests with the same tokens that are split into context and continuation at different places.
         """
         if not self.logits_cache:
             return False
@@ -212,7 +215,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
     def _by_length(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool, override_bs: int | None
     ) -> list[tuple[float, bool]]:
-        """Score requests; where the method depends on the length, those of one length together."""
+        """Score requests; if the method depends on the length, inputs of equal length form a batch."""
         score: Callable[..., list[tuple[float, bool]]] = super()._loglikelihood_tokens
         if not self.follows_the_input:
             return score(requests, disable_tqdm, override_bs)
@@ -235,7 +238,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         left_truncate_len: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """Return the token ids of a text, with those that the tokenizer begins a text with, once."""
+        """Return the token ids of a text, with the tokens, such as BOS, that the tokenizer puts first, but once."""
         ids: list[int] = super().tok_encode(string, add_special_tokens=False, **options)
         if add_special_tokens is not False:
             ids = [*self._leading, *_without(self._leading, ids)]
@@ -248,7 +251,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return the padded token ids of texts and their mask, each (texts, longest)."""
+        """Return the padded token ids of texts, (texts, longest), and their attention mask of the same shape."""
         rows = [self.tok_encode(string, left_truncate_len=left_truncate_len) for string in strings]
         if truncation:
             rows = [row[: self.tokenizer.model_max_length] for row in rows]
@@ -256,7 +259,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return batch["input_ids"], batch["attention_mask"]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation given its context, and whether greedy decoding gives it.
+        """Return each continuation's log-likelihood after its context, and whether greedy decoding would produce it.
 
         Raises:
             MethodError: a continuation has no token, or more than `max_length`.
@@ -295,9 +298,9 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return totals
 
     def _after_first(self, _context: str, text: str) -> tuple[list[int], list[int]]:
-        """Return the tokens before a text that has no context, and the tokens of the text.
+        """Return the tokens to put before a text without context, such as BOS, and the tokens of the text.
 
-        The tokens before it are those of the tokenizer, else BOS, else EOS.
+        The tokens before it are those that the tokenizer puts first, or else BOS, or else EOS.
         """
         first = [self.prefix_token_id]
         if self._leading and self.custom_prefix_token_id is None:
@@ -305,7 +308,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return first, _without(first, self.tok_encode(text, add_special_tokens=False))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the text that the model writes after each prompt; MethodError: there is no room for it."""
+        """Return the text that the model generates after each prompt; MethodError if there is no room for it."""
         for request in requests:
             room = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
             if room >= self.max_length:
@@ -317,7 +320,10 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return list(super().generate_until(requests, disable_tqdm))
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        """Return left-padded prompts, (batch, longest), followed by what the model writes after each of them."""
+        """Return token ids: left-padded prompts, each followed by the tokens that the model generates.
+
+        `context`: (batch, longest) int64, the prompts.
+        """
         generate: Callable[..., Tensor] = super()._model_generate
         options["logits_processor"] = LogitsProcessorList([*options.get("logits_processor", ()), _checked])
         if not self.follows_the_input:
@@ -336,13 +342,17 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
 
 
 def _checked(ids: Tensor, scores: Tensor) -> Tensor:
-    """Return the scores of next tokens; UnsupportedModelError where one is NaN, which generation takes for the best."""
+    """Return the scores of next tokens unchanged, as a step of generation.
+
+    Raises:
+        UnsupportedModelError: a score is NaN, which generation would take for the best.
+    """
     check_numbers(scores, ids.shape[1])
     return scores
 
 
 def _input_length(request: tuple[Any, list[int], list[int]]) -> int:
-    """Return the number of tokens that are read for a request: its last token is only predicted."""
+    """Return the number of tokens that the model reads for a request: all but the last one, which it predicts."""
     _, context, continuation = request
     return len(context) + len(continuation) - 1
 
@@ -371,7 +381,10 @@ def _loaded_and_patched(
 
 
 def _tokenizer_of(source: str | Path, loading: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer beside the weights; MethodError where `source`, a folder or Hub id, is empty."""
+    """Return the tokenizer that is stored with a model's weights; MethodError if `source` is empty.
+
+    `source`: the folder or Hub id of the model.
+    """
     if not str(source):
         raise MethodError("this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=...")
     hub_arguments = {key: value for key, value in loading.items() if key in _HUB_ARGUMENTS}
@@ -381,7 +394,7 @@ def _tokenizer_of(source: str | Path, loading: Mapping[str, Any]) -> PreTrainedT
 
 
 def _max_length(model: PreTrainedModel, max_length: int | None) -> int:
-    """Return the length of inputs: the one asked for, or by default the extended length.
+    """Return the longest length of inputs: `max_length` if it is given, else the length the model is extended to.
 
     Raises:
         MethodError: the length is above the extended length.
@@ -401,7 +414,10 @@ def _max_length(model: PreTrainedModel, max_length: int | None) -> int:
 
 
 def _without(first: list[int], ids: list[int]) -> list[int]:
-    """Return a text without the tokens before it, where the text has them itself, as those of chat templates do."""
+    """Return a text's token ids without the tokens `first`, such as BOS, if it begins with them.
+
+    Texts made by a chat template contain these tokens themselves.
+    """
     return ids[len(first) :] if ids[: len(first)] == first else ids
 
 

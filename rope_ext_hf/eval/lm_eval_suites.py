@@ -1,4 +1,4 @@
-"""Suites of long inputs that come with lm-eval: the data that they fetch, and their names of lengths."""
+"""Test suites with long inputs that come with lm-eval: the data that they download, and their names for lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONG_SUITES = {
 
 
 def long_suite(task: str) -> str | None:
-    """Return the data that a task of such a suite fetches, in words; None for any other task."""
+    """Return words for the data that a task downloads if it is from a suite of long inputs; None for other tasks."""
     for prefix, fetched in _LONG_SUITES.items():
         if task.startswith(prefix):
             return fetched
@@ -24,6 +24,9 @@ def long_suite(task: str) -> str | None:
 
 
 def babilong_length(tokens: int) -> str:
-    """Return the name of the longest BABILong texts of at most so many tokens: "2k"; "0k" has facts alone."""
+    """Return the name, such as "2k", of the longest BABILong texts that have at most `tokens` tokens.
+
+    "0k" are texts with only the facts.
+    """
     thousands = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
     return f"{max((number for number in thousands if number * 1024 <= tokens), default=0)}k"

@@ -114,12 +114,12 @@ def evaluate(
 
 
 class TaskFinder:
-    """The tasks of lm-eval, of plug-ins, and of a folder of the user's.
+    """A catalogue of tasks for lm-eval: its own, those of plug-ins, and those in a folder of the user.
 
     Args:
         plug_in_folder: an empty folder that plug-ins write their tasks into.
         include_path: a folder with task definitions of one's own; None: there is none.
-        metadata: for tasks that make their own data.
+        metadata: lm-eval's metadata for tasks that make their own data.
         max_length: the longest input in tokens.
     """
 
@@ -137,7 +137,7 @@ class TaskFinder:
         self._babilong_manager = cache(lambda: TaskManager(include_path=paths, metadata=babilong_metadata))
 
     def names(self, tasks: Sequence[str]) -> list[str]:
-        """Return the names of tasks and groups, and paths of YAML files, with wildcards resolved.
+        """Return the names of the tasks and groups, or the paths of YAML files, that names with wildcards match.
 
         Raises:
             MethodError: there is no task, or an unknown one.
@@ -177,7 +177,7 @@ class TaskFinder:
 
 @contextmanager
 def _task_errors(name: str) -> Iterator[None]:
-    """Turn any error of a task that is built inside into one that names the task."""
+    """Inside the `with` block, turn any error from building a task into one that names the task."""
     try:
         yield
     except (ConnectionError, HfHubHTTPError) as error:

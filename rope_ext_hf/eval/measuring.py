@@ -37,10 +37,10 @@ _Methods = str | RopeMethod | Sequence[str | RopeMethod]
 
 @dataclass(frozen=True)
 class _EvaluatorRuns:
-    """A function that loads another model, the evaluator that chooses key tokens, and carries out a plan with it.
+    """A callable that loads a second model, which chooses LongPPL's key tokens, and carries out a plan with it.
 
     Attributes:
-        device, dtype: where and in which dtype the evaluator is loaded: as the model that is measured.
+        device, dtype: the device and dtype for this model, those of the model that is measured.
         out, file: as `measure` takes them.
     """
 
@@ -52,7 +52,10 @@ class _EvaluatorRuns:
     def __call__(
         self, source: str, make: Callable[[PreTrainedModel, PreTrainedTokenizerBase], RunPlan[Any]]
     ) -> Run[Any]:
-        """Return the run of the plan that `make` makes from the model of this folder or Hub id and its tokenizer."""
+        """Load a model and its tokenizer, let `make` make a plan for them, and return the run of this plan.
+
+        `source`: the folder or Hub id of the model.
+        """
         evaluator = load_model(source, device=self.device, dtype=self.dtype)
         plan = make(evaluator, load_tokenizer(source))
         return carry_out(evaluator, plan, out=self.out, file=self.file)
@@ -81,7 +84,7 @@ def measure(
     Args:
         model: a causal language model, patched or not, in any dtype, on any device; or a folder, a Hub id or
             "reference", which is loaded.
-        question: what is measured: `Perplexity`, `Sweep`, `Passkey`.
+        question: the measurement with its arguments: a `Perplexity`, `Sweep` or `Passkey`.
         methods: one or several names or method objects, measured beside the model as loaded; None: the model as it is,
             alone.
         factors: factors of each method that is given by name; default: the factor that the longest length needs, in a
@@ -94,7 +97,7 @@ def measure(
             continued. Default: no files.
         progress: called with the method's label and the number of tokens read, after each pass; True: a progress bar of
             tqdm; or a `rope_ext_hf.runs.runner.Progress`.
-        file: what the run's folder keeps as run.yaml; default: this question.
+        file: the description of the run that its folder keeps as run.yaml; default: it is made from `question`.
 
     Returns:
         The run: `.results`, `.conclusion`, `.table()`, `.plot()`.
@@ -146,11 +149,11 @@ def perplexity(
 def passkey(
     model: PreTrainedModel | str | Path, *, progress: Callable[[int], object] | bool | None = None, **options: Any
 ) -> Results[Retrieval]:
-    """Measure retrieval from several depths of several context lengths; errors are those of `measure`.
+    """Measure retrieval: how well a model finds a statement at several depths in texts of several context lengths.
 
-    Every prompt is read once, in fixed memory, and its `distractors + 1` answers of a few tokens each continue from its
-    cache. Nothing is generated: greedy decoding would give the right answer if and only if each of its tokens is the
-    likeliest one after the tokens before it. No chat template is applied.
+    Errors are those of `measure`. Every prompt is read once, in fixed memory, and its `distractors + 1` answers of a
+    few tokens each continue from its cache. Nothing is generated: greedy decoding would give the right answer if and
+    only if each of its tokens is the likeliest one after the tokens before it. No chat template is applied.
 
     Args:
         model: as `measure` takes it.
@@ -200,8 +203,8 @@ def results_of(model: Any, question: type[LengthsQuestion], options: dict[str, A
 
     Args:
         model: as `measure` takes it.
-        question: the class of the question.
-        options: fields of the question, and further arguments of `measure`.
+        question: the class with the arguments of the measurement, such as `Perplexity`.
+        options: fields of this class, and further arguments of `measure`.
         progress: as in `measure`, but a function is called with the number of tokens alone, without the method's label.
     """
     fields, others = _apart(question, options)

@@ -1,4 +1,4 @@
-"""Runs that measure perplexity: the losses of documents by context length, and how runs of this kind are shown."""
+"""Runs that measure perplexity: the losses of documents at each context length, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ class DocumentLoss(NamedTuple):
     """The loss of one document at one context length.
 
     Attributes:
-        name: of the document.
+        name: the name of the document.
         nats: the loss, summed over the scored tokens.
         tokens: number of scored tokens.
         bytes: number of bytes of their text; 0 where that is not known.
-        spans: number of spans that were read.
-        key_nats, key_tokens: loss and number of the key tokens among the scored ones; 0 where none were looked for.
+        spans: number of spans (pieces of text of one context length) that were read.
+        key_nats, key_tokens: loss and number of the key tokens among the scored ones, which are those that need the
+            long context (LongPPL); 0 if none were looked for.
     """
 
     name: str
@@ -66,7 +67,7 @@ class DocumentLoss(NamedTuple):
     key_tokens: int = 0
 
     def to_record(self) -> list[float]:
-        """Return everything but the name, JSON-ready; without key tokens, the last two numbers are left out."""
+        """Return all fields but the name as a list for JSON; without key tokens, the last two numbers are left out."""
         return list(self[1:] if self.key_tokens else self[1:5])
 
 
@@ -85,10 +86,11 @@ class Result(MethodResult):
         bits_per_byte: the loss in bits per byte of text; None where token ids were read without a tokenizer, so that
             their text is not known.
         tokens: number of scored tokens.
-        spans: number of spans that were read.
+        spans: number of spans (pieces of text of this length) that were read.
         nonfinite: names of the documents whose loss is not finite.
         documents: the loss of each document.
-        longppl: LongPPL, the perplexity of the key tokens alone; None where there are none.
+        longppl: LongPPL, the perplexity of the key tokens alone, whose prediction needs the long context; None if there
+            are none.
         longppl_low, longppl_high: its 95% confidence interval over the documents that have key tokens; None with fewer
             than three.
         key_tokens: number of key tokens; None where none were looked for.
@@ -122,7 +124,7 @@ class Result(MethodResult):
     seconds: tuple[float, ...] = field(default=(), compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result JSON-ready, with a dict for each document."""
+        """Return the result as JSON values, with a dict for each document."""
         return super().to_dict() | {"documents": [document._asdict() for document in self.documents]}
 
 
@@ -133,7 +135,7 @@ def difference(one: Result, other: Result, *, keys: bool = False) -> Estimate:
 
     Args:
         one, other: results over the same scored tokens; ValueError where they are not.
-        keys: compare the loss of key tokens alone.
+        keys: compare only the loss of key tokens, whose prediction needs the long context.
     """
 
     def losses(result: Result) -> dict[str, tuple[float, int]]:
@@ -154,10 +156,10 @@ class _Unit(NamedTuple):
     """A unit in which losses are shown.
 
     Attributes:
-        measure: what the number is called.
+        measure: the name of the number, such as "perplexity".
         unit: the unit; empty for a perplexity.
         exponential: true if the number is the exponential of the mean.
-        item: returns a document's sum, and the weight that it is divided by.
+        item: a function that returns a document's sum of losses, and the weight that it is divided by.
     """
 
     measure: str
@@ -175,7 +177,10 @@ _UNITS = {
 
 @register_run_kind
 class PerplexityRuns(RunKind):
-    """Perplexity of documents; a cell is a context length."""
+    """The kind of run that measures the perplexity of documents.
+
+    Each document gets a value per cell; in these runs a cell is a context length in tokens.
+    """
 
     name = "perplexity"
     setting = Setting
@@ -202,7 +207,7 @@ class PerplexityRuns(RunKind):
     )
 
     def fit(self, question: Perplexity, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
-        """Return the question and the methods; those of a `Sweep` are fitted to each of its lengths."""
+        """Return the question (the arguments) and the methods; those of a `Sweep` are fitted to each of its lengths."""
         if isinstance(question, Sweep):
             return _fit_sweep(question, model, methods)
         return super().fit(question, model, methods)
@@ -210,11 +215,14 @@ class PerplexityRuns(RunKind):
     def plan(
         self, question: Perplexity, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
-        """Return the documents that are read, and the spans that are scored, see `RunKind.plan`."""
+        """Return the plan: the documents to read, and the spans of text to score, see `RunKind.plan`."""
         return _plan(question, model, tokenizer, settings)
 
     def parse(self, item: str, value: Any) -> DocumentLoss:
-        """Return the loss of a document from a journal; ValueError if it is none."""
+        """Return the loss of a document from the JSON value in a journal's line; ValueError if it is not a loss.
+
+        `item` is the name of the document.
+        """
         match value:
             case [int() | float() as nats, int(tokens), int(size), int(spans), *rest] if (
                 1 <= tokens < 2**63 and 0 <= size < 2**63 and 1 <= spans <= tokens and not isinstance(nats, bool)
@@ -232,7 +240,10 @@ class PerplexityRuns(RunKind):
     def result(
         self, method: Method, setting: Setting, cell: Cell, values: Sequence[DocumentLoss], costs: Sequence[Cost] = ()
     ) -> Result:
-        """Return the result of one length, for documents in any order; without costs, nothing was timed."""
+        """Return the result for one length from the losses of its documents, in any order.
+
+        `costs` has the time and memory for each; without it, the result has no speed.
+        """
         order = sorted(range(len(values)), key=values.__getitem__)
         documents = [values[index] for index in order]
         costs = [costs[index] for index in order] if costs else []
@@ -268,7 +279,7 @@ class PerplexityRuns(RunKind):
         )
 
     def rows(self, run: Run[Result]) -> Iterable[Sequence[Any]]:
-        """Return the values of `columns` for each result."""
+        """Return a row of results.csv for each result: its values for the columns that `columns` names."""
         increases: dict[str, float | str] = {}
         for key in run.names:
             increase = loss_increase(run, key)
@@ -331,12 +342,12 @@ class PerplexityRuns(RunKind):
         return view
 
     def chart(self, run: Run[Result]) -> Chart:
-        """Return the chart of the loss, also where LongPPL is the first measure."""
+        """Return the chart of the loss (not of LongPPL) by context length."""
         loss = next(measure for measure in run.findings.ordered if measure.evidence is Evidence.LOSS)
         return line_chart(run.findings, loss)
 
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
-        """Return the perplexity, or the loss in the run's unit, after LongPPL where there are key tokens."""
+        """Return the measures: LongPPL if there are key tokens, then perplexity, or the loss in the run's unit."""
         unit = _UNITS[run.unit]
         if run.unit == "bits" and not all(d.bytes for r in run.results for d in r.documents):
             raise _no_bytes()
@@ -388,12 +399,12 @@ class PerplexityRuns(RunKind):
 
 
 class PerplexityMeasurement(Measurement):
-    """The losses of documents, and of the key tokens in them; an item is a document.
+    """The measurement of the losses of documents, and of key tokens in them; an item is a document.
 
     Key tokens are those whose prediction needs the long context, as LongPPL chooses them.
 
     Args:
-        plan: the documents, and the spans that are read and scored.
+        plan: the documents, and the spans (pieces of text) that are read and scored.
         keys: for each document a mask of its key tokens, (tokens,) bool; None: no key tokens are looked for.
         keys_from: the model that chose the key tokens, and how, in words.
 
@@ -418,7 +429,10 @@ class PerplexityMeasurement(Measurement):
             )
 
     def _scores_a_key_token(self, keys: Sequence[Tensor]) -> bool:
-        """Return whether any scored token is a key token."""
+        """Return whether any scored token is a key token.
+
+        `keys`: for each document a mask of its key tokens, (tokens,) bool.
+        """
         return any(
             mask[span.score_from : span.score_to].any()
             for mask, (_, spans) in zip(keys, self.plan.documents, strict=True)
@@ -426,12 +440,15 @@ class PerplexityMeasurement(Measurement):
         )
 
     def cells(self, item: int) -> Sequence[Cell]:
-        """Return the lengths at which a document is read."""
+        """Return the cells for the document with this index: the context lengths at which it is read."""
         _, spans = self.plan.documents[item]
         return [(length,) for length in sorted({span.length for span in spans})]
 
     def digested(self, cell: Cell) -> Iterable[bytes]:
-        """Return the token ids of all documents, their bytes, the key tokens, and the spans of one length."""
+        """Return the bytes that identify what is read at one context length, for a digest.
+
+        They cover the token ids of all documents and their bytes of text, the key tokens, and the spans.
+        """
         yield repr(self.plan.prefix).encode()
         for document, _ in self.plan.documents:
             yield document.ids.numpy().tobytes()
@@ -444,7 +461,8 @@ class PerplexityMeasurement(Measurement):
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[DocumentLoss]:
         """Score one document at some lengths.
 
-        A pass is read once for all lengths that are scored in it. Such lengths have the cost of all their passes.
+        A pass through the model that scores tokens for several lengths is read once. The cost of a length is that of
+        all passes that score tokens for it.
         """
         document, spans = self.plan.documents[item]
         wanted = [span for span in spans if (span.length,) in cells]
@@ -470,7 +488,7 @@ class PerplexityMeasurement(Measurement):
 
 
 def loss_increase(run: Run[Result], key: str) -> Estimate | None:
-    """Return by how much a method raises the loss of short inputs, in nats per token.
+    """Return how much a method raises the loss on short inputs, in nats per token.
 
     Short inputs are those of the context length. None: the method is the model as loaded, or one of the two was not
     measured at this length.
@@ -499,7 +517,7 @@ def _scored_text(result: Result) -> str:
 
 
 def _longppl_cell(result: Result | None, detailed: bool) -> Text:
-    """Return LongPPL as a cell of the table; empty where there is none."""
+    """Return the table cell with the LongPPL of a result; empty if there is none."""
     if result is None or result.longppl is None:
         return Text("")
     if not math.isfinite(result.longppl):
@@ -509,7 +527,7 @@ def _longppl_cell(result: Result | None, detailed: bool) -> Text:
 
 
 def _loss_cell(run: Run[Result], loss: Measure, result: Result | None, best: set[str], detailed: bool) -> Text:
-    """Return a loss as a cell of the table, with a star where its method is in `best`; empty without a result."""
+    """Return the table cell with the loss of a result, with a star if `best` has its method; empty without result."""
     if result is None:
         return Text("")
     if not math.isfinite(result.loss):
@@ -537,7 +555,7 @@ def _plan(
 
 
 def _no_bytes() -> MethodError:
-    """Return the error that bits per byte are not known."""
+    """Return the error for a run in which bits per byte are not known."""
     return MethodError(
         "bits per byte need the text of the token ids, and there is no tokenizer; give tokenizer=..., or choose "
         "another unit: perplexity or nats"
@@ -545,7 +563,7 @@ def _no_bytes() -> MethodError:
 
 
 def _fit_sweep(question: Sweep, model: PreTrainedModel, methods: MethodChoice) -> tuple[Sweep, list[RopeMethod]]:
-    """Return the question with the context length among its lengths, and the methods fitted to each; see `Sweep`."""
+    """Add the context length to the lengths of a sweep, and fit the methods to each length; see `Sweep`."""
     length = patch_geometry(model, **methods.underneath).context_length
     ordered, _ = check_lengths(question.lengths, None)
     methods.check(factor_alone=True)

@@ -1,4 +1,4 @@
-"""Questions about a model at several context lengths, as values; `measure` answers them.
+"""The arguments of measurements at several context lengths, as dataclasses ("questions"); `measure` takes them.
 
     from rope_ext_hf.eval import Passkey, measure
     run = measure(model, Passkey(lengths=["4k", "32k"], trials=20), methods=["yarn"])
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class MeasureWith(Protocol):
-    """A function that loads a model and measures with it.
+    """A function that loads a model, makes a plan for it, and measures with it.
 
     Args:
         source: folder or Hub id of the model.
-        make: makes the plan from that model and its tokenizer.
+        make: makes the plan for that model and its tokenizer.
 
     Returns:
         The run; None where nothing is measured, as in a dry run.
@@ -53,14 +53,17 @@ LOSS_UNITS = ("perplexity", "nats", "bits")
 
 
 def _loss_unit(value: Any) -> str:
-    """Return a unit of losses; MethodError if it is none."""
+    """Return the value if it is the name of a unit for losses; MethodError if it is not."""
     if value not in LOSS_UNITS:
         raise MethodError(f"unit must be one of {', '.join(LOSS_UNITS)}; got {short(repr(value))}")
     return str(value)
 
 
 def _most_spans(value: Any) -> int | None:
-    """Return a number of spans from an option or an argument; None, also for "all": the whole text is read."""
+    """Return the largest number of spans of text to read, from an option or an argument.
+
+    None, which "all" stands for as well, means that the whole text is read.
+    """
     if value is None or value == "all":
         return None
     number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 10 else value
@@ -71,10 +74,10 @@ def _most_spans(value: Any) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthsQuestion(Question):
-    """A question about several context lengths.
+    """Base class for the arguments of a measurement at several context lengths.
 
     Attributes:
-        kind: the name of the kind of run that answers it, see `rope_ext_hf.runs.kinds.RunKind`.
+        kind: the name of the kind of run that takes these arguments, see `rope_ext_hf.runs.kinds.RunKind`.
     """
 
     kind: ClassVar[str]
@@ -94,11 +97,11 @@ class LengthsQuestion(Question):
         tokenizer: PreTrainedTokenizerBase | None = None,
         **settings: Any,
     ) -> RunPlan[Any]:
-        """Return what a run reads and scores, checked before any weights are read; errors are those of `measure`.
+        """Return the plan for a run: what it reads and scores, checked before any weights are read.
 
         Args:
-            model: may be on the meta device.
-            methods: what is measured beside the model as loaded; None: the model as it is, alone.
+            model: the model, which may be on the meta device; errors are those of `measure`.
+            methods: the methods that are measured beside the model as loaded; None: the model as it is, alone.
             tokenizer: default: the one beside the model's weights.
             **settings: fields of `RunPlan`: chunk, offload_cache.
         """
@@ -114,7 +117,7 @@ class LengthsQuestion(Question):
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity(LengthsQuestion):
-    """Perplexity and bits per byte by context length, on the same target tokens."""
+    """Arguments for measuring perplexity and bits per byte by context length, on the same target tokens."""
 
     PANEL = "Text"
     kind = "perplexity"
@@ -179,10 +182,10 @@ class Perplexity(LengthsQuestion):
             raise MethodError("key_window is for the model that keys_by names; give keys_by, too")
 
     def with_key_tokens(self, plan: RunPlan[Any], measure_with: MeasureWith) -> RunPlan[Any]:
-        """Return a plan that scores key tokens, too, where `keys_by` names what chooses them; else the plan as it is.
+        """Return a plan that also scores key tokens, which need the long context, if `keys_by` says what chooses them.
 
         Args:
-            plan: what is read and scored.
+            plan: the plan without key tokens; it is returned as it is if `keys_by` is not given.
             measure_with: loads the model that chooses the key tokens, and measures with it.
 
         Raises:
@@ -204,7 +207,7 @@ class Perplexity(LengthsQuestion):
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(Perplexity):
-    """Perplexity by method, factor and context length.
+    """Arguments for measuring perplexity by method, factor and context length.
 
     The model's own context length is measured as well, if it is below the longest length. Without a factor or a target
     length, each method is measured with the factor that each length beyond the context length needs, because a larger
@@ -216,7 +219,7 @@ class Sweep(Perplexity):
 
 @dataclass(frozen=True, kw_only=True)
 class Passkey(LengthsQuestion):
-    """Retrieval: a question about a statement that is hidden in a long text, at several depths.
+    """Arguments for measuring retrieval: a question about a statement hidden in a long text, at several depths.
 
     A length is that of prompt and answer together; the haystack, the text around the statements, fills the prompt up.
     With at least as many keys as depths, a statement stands at every depth; then each prompt is read once and asked

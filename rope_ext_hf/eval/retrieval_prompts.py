@@ -1,4 +1,4 @@
-"""The prompts of retrieval runs, as token ids: statements, the question at the end, and the answers to rank."""
+"""The prompts for retrieval runs, as token ids: statements, the question at the end, and the answers to rank."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Trial:
-    """One prompt without its haystack; it is the same at every length and for every method.
+    """One prompt without the long text around its statements (the haystack); the same at every length.
 
-    Token ids are (tokens,) int64.
+    Head, statements and question are token ids, (tokens,) int64 each.
 
     Attributes:
         head: instructions before the haystack.
         statements: the statement that is asked for, then the others.
-        depths: of the other statements, as shares of the haystack.
+        depths: the depths of the other statements, as shares of the haystack.
         question: asks for the first statement.
-        answers: (1 + distractors, answer tokens), the right one first.
+        answers: (1 + distractors, answer tokens) int64, the right answer first.
         start: where in the haystack the text of this prompt begins, as a share.
         spare: number of tokens that are left free, so that the haystack is as long as under a longer question.
     """
@@ -44,21 +44,21 @@ class Trial:
 
     @property
     def wording(self) -> int:
-        """The number of tokens of prompt and answer besides the haystack, with those that are left free."""
+        """The number of tokens besides the haystack: those of prompt and answer, and those that are left free."""
         return sum(map(len, (self.head, *self.statements, self.question, self.answers[0]))) + self.spare
 
     @property
     def tail(self) -> int:
-        """The number of tokens of question and answer."""
+        """The number of tokens in question and answer together."""
         return len(self.question) + len(self.answers[0])
 
     def prompt(self, haystack: Tensor, length: int, depth: float) -> Tensor:
-        """Return the token ids of the prompt, (length - spare - answer tokens,).
+        """Return the token ids of the prompt: (length - spare - answer tokens,) int64.
 
         Args:
-            haystack: the text around the statements, (tokens,); a short one is repeated.
-            length: of prompt and answer together.
-            depth: share of the haystack that stands before the statement that is asked for.
+            haystack: (tokens,) int64, the text around the statements; a short one is repeated.
+            length: the length of prompt and answer together, in tokens.
+            depth: the share of the haystack that stands before the statement that is asked for.
         """
         filled = length - self.wording
         hay = haystack[(int(self.start * len(haystack)) + torch.arange(filled)) % len(haystack)]
@@ -82,20 +82,21 @@ def make_trials(
     first: int = 0,
     repeated: bool = False,
 ) -> list[Trial]:
-    """Draw prompts with names and values that training never uses, in the held-out wordings of a task, in turn.
+    """Make prompts for retrieval, with names, values and wordings that training never uses.
 
-    Distractors have as many tokens as the right answer, so that none is likelier because of its length. The answers to
-    the other keys are among them, if they have that many tokens.
+    The held-out wordings of the task are used in turn. Distractors (wrong answers) have as many tokens as the right
+    answer, so that none is likelier because of its length. The answers to the other keys are among them, if they have
+    that many tokens.
 
     Args:
-        task: what is asked for, and in which words.
-        tokenizer: of the model.
+        task: the kind of retrieval: what is asked for, and in which words.
+        tokenizer: the tokenizer of the model.
         trials: number of prompts.
         distractors: number of wrong answers.
         keys: number of statements in a prompt.
         target: index of the statement that is asked for; the statements and their places do not depend on it.
-        depths: of the first statements, as shares of the haystack; the others stand at random depths.
-        seed: of names, values and places.
+        depths: the depths of the first statements, as shares of the haystack; the others stand at random depths.
+        seed: the seed for drawing names, values and places.
         first: number of the first trial; trials with other numbers have other names, values and places.
         repeated: the haystack is a short text that is repeated; then prompts start at its beginning.
 
@@ -151,14 +152,14 @@ def _question_and_answers(
 
 
 def shared_trials(make: Callable[..., list[Trial]], depths: Sequence[float]) -> list[list[Trial]]:
-    """Return a list of trials for each depth, whose prompts differ in their question only.
+    """Return a list of prompts for each depth; prompts at the same place in the lists differ only in their question.
 
     Each prompt has a statement at every depth. Prompts with a shorter question leave tokens free, so that the haystack
     is equally long in all of them.
 
     Args:
-        make: makes trials from the index of the statement that is asked for and the depths, see `make_trials`.
-        depths: shares of the haystack.
+        make: makes prompts, given the index of the statement that is asked for, and the depths; see `make_trials`.
+        depths: the depths of the statements, as shares of the haystack, the text around them.
     """
     by_depth = [make(target=index, depths=depths) for index in range(len(depths))]
     for trials_of_one_text in zip(*by_depth, strict=True):

@@ -1,8 +1,8 @@
 """Runs that measure retrieval: the end of a long text asks for a statement that stands earlier in it, at some depth.
 
 Two things are measured: whether greedy decoding would give the right answer, and the rank of the right answer among
-wrong ones by likelihood. The rank shows a difference also for models that are too small to answer. Statements and
-questions are data: `statements.RETRIEVALS`.
+wrong ones by likelihood. The rank shows differences even between models that are too small to answer. The texts of
+statements and questions are in `statements.RETRIEVALS`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RetrievalSetting:
-    """Settings by which prompts are made.
+    """The settings with which the prompts of a retrieval run are made.
 
     Attributes:
         task: a key of `statements.RETRIEVALS`.
-        keys: statements in every prompt.
-        distractors: wrong answers that the right one is ranked among.
-        seed: of names, values, and the place where the haystack begins.
+        keys: the number of statements in every prompt.
+        distractors: the number of wrong answers that the right one is ranked among.
+        seed: the seed for drawing names, values, and the place where the surrounding text begins.
         own_prompts: true if each depth has prompts of its own, which are items of their own. If false, the prompts of
             one trial have the same text at every depth and count as one item. That is so in older runs, and where each
             text is asked about all of its keys.
@@ -62,7 +62,7 @@ class RetrievalSetting:
 
 
 class TrialScore(NamedTuple):
-    """The score of one prompt.
+    """The score for one prompt: whether the right answer would be given, and its rank.
 
     Attributes:
         exact: true if greedy decoding would give the right answer.
@@ -73,28 +73,28 @@ class TrialScore(NamedTuple):
     rank: float
 
     def to_record(self) -> list[float]:
-        """Return the score as a journal holds it, JSON-ready."""
+        """Return the score as a list for JSON, in the form that a journal stores."""
         return list(self)
 
 
 @dataclass(frozen=True)
 class Retrieval(MethodResult):
-    """Retrieval from one depth of one context length.
+    """The result of retrieving statements from one depth at one context length.
 
     Attributes:
         method: `RopeMethod.to_dict` of the method, or None for the model as loaded.
         length: length of prompt and answer together, in tokens.
         task: a key of `rope_ext_hf.eval.statements.RETRIEVALS`.
         keys: number of statements in every prompt, of which one is asked for.
-        depth: share of the haystack that stands before this statement, from 0 to 1.
+        depth: share of the haystack (the text around the statements) that stands before this statement, from 0 to 1.
         trials: number of prompts, each with names and values of its own.
         distractors: number of wrong answers that the right one is ranked among.
-        exact_match: share of trials in which greedy decoding would give the right answer.
+        exact_match: share of prompts for which greedy decoding would give the right answer.
         rank: mean rank of the right answer by likelihood, from 1 for the likeliest; equally likely answers share the
             mean of their ranks.
-        top1: share of trials in which the right answer ranks first.
+        top1: share of prompts for which the right answer ranks first.
         chance: the `top1` that guessing gives.
-        scores: the score of each trial.
+        scores: the score for each prompt.
     """
 
     task: str
@@ -120,13 +120,16 @@ class Retrieval(MethodResult):
         return self.rank < self.chance_rank - 3 * error
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result with its chance values, JSON-ready."""
+        """Return the result as JSON values, together with the values that guessing gives."""
         return super().to_dict() | {"chance_rank": self.chance_rank, "above_chance": self.above_chance}
 
 
 @register_run_kind
 class RetrievalRuns(RunKind):
-    """Retrieval of statements from a long text; a cell is a context length and a depth."""
+    """The kind of run that measures how statements are retrieved from a long text.
+
+    Each prompt gets a value per cell; in these runs a cell is a context length and a depth.
+    """
 
     name = "passkey"
     setting = RetrievalSetting
@@ -148,11 +151,14 @@ class RetrievalRuns(RunKind):
     def plan(
         self, question: Passkey, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
-        """Return the prompts that are read, and their answers, see `RunKind.plan`."""
+        """Return the plan: the prompts to read, and the answers to score, see `RunKind.plan`."""
         return _plan(question, model, tokenizer, settings)
 
     def parse(self, item: str, value: Any) -> TrialScore:
-        """Return the score of a trial from a journal; ValueError if it is none."""
+        """Return the score for a prompt from the JSON value in a journal's line; ValueError if it is not a score.
+
+        `item` is the name of the prompt.
+        """
         match value:
             case [bool(exact), int() | float() as rank] if rank >= 1 and math.isfinite(rank):
                 return TrialScore(exact, float(rank))
@@ -161,7 +167,7 @@ class RetrievalRuns(RunKind):
     def result(
         self, method: Method, setting: RetrievalSetting, cell: Cell, values: Sequence[TrialScore], costs: Sequence[Cost]
     ) -> Retrieval:
-        """Return the result of one length and depth."""
+        """Return the result for one context length and depth, from the scores for its prompts."""
         return Retrieval(
             method=method,
             task=setting.task,
@@ -204,7 +210,7 @@ class RetrievalRuns(RunKind):
         return HeatMaps(panels, run.context_length, note)
 
     def measures(self, run: Run[Retrieval]) -> Sequence[Measure]:
-        """Return the share of exact answers, or where there are none the share of right answers that rank first.
+        """Return one measure: the share of exact answers, or if no answer is exact, of right answers that rank first.
 
         An item is a prompt, or all prompts of one text.
         """
@@ -227,15 +233,15 @@ class RetrievalRuns(RunKind):
 
 
 class _RetrievalMeasurement(Measurement):
-    """The ranks of right answers, at every depth of every context length; an item is one trial.
+    """The measurement of the ranks of right answers, at every depth of every context length; an item is one prompt.
 
     Args:
         setting: how the prompts are made.
-        trials: a list of trials per depth.
-        haystack: the text around the statements, (tokens,) int64.
-        lengths: of prompt and answer together, in tokens.
-        depths: ascending, all different.
-        shared: true if the prompts of one trial and length differ in their question only. Then the text before the
+        trials: a list of prompts for each depth.
+        haystack: (tokens,) int64, the text around the statements.
+        lengths: the lengths of prompt and answer together, in tokens.
+        depths: the depths of the statements, ascending and all different.
+        shared: true if the prompts with one number and length differ only in their question. Then the text before the
             question is read once for all depths.
     """
 
@@ -268,7 +274,7 @@ class _RetrievalMeasurement(Measurement):
         self.after_each_pass = len(answers) * max(16, answers.shape[1])
 
     def digested(self, cell: Cell) -> Iterable[bytes]:
-        """Return the haystack, and the prompts of one length and depth."""
+        """Return the bytes that identify the prompts at one length and depth, for a digest."""
         yield repr(self.setting).encode() + self.haystack.numpy().tobytes()
         for trial in self.trials[cell[1]]:
             for ids in (trial.head, *trial.statements, trial.question, trial.answers):
@@ -277,7 +283,10 @@ class _RetrievalMeasurement(Measurement):
         yield repr(cell).encode()
 
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[TrialScore]:
-        """Score one trial; where prompts share their text, each length is read once and then asked at each depth."""
+        """Score one prompt at several lengths and depths.
+
+        If prompts share their text, the text of each length is read once, and then asked about each depth.
+        """
         length_read_last = 0
         for cell in cells:
             length, depth = int(cell[0]), cell[1]
@@ -294,13 +303,16 @@ class _RetrievalMeasurement(Measurement):
 
 
 def _rank(losses: Tensor) -> float:
-    """Return the rank of the first of some losses, where the lowest loss has rank 1; a tie counts as half a rank."""
+    """Return the rank of the first loss among several, 1 for the lowest; a tie counts as half a rank.
+
+    `losses`: (answers,), those of the right answer and of wrong ones.
+    """
     others = losses[1:]
     return 1 + float((others < losses[0]).sum()) + float((others == losses[0]).sum()) / 2
 
 
 def _retrieval_cell(run: Run[Retrieval], result: Retrieval) -> Text:
-    """Return a result as a cell of the table."""
+    """Return the table cell for one result: exact match and mean rank."""
     text = f"{result.exact_match:.0%} {result.rank:4.1f}{beyond_mark(run, result)}"
     return Text(text, style="green" if result.above_chance else "")
 

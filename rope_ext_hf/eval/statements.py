@@ -1,9 +1,9 @@
-"""Statements, and the questions about them with which a prompt ends.
+"""The statements hidden in retrieval prompts, and the questions about them at the end of the prompts.
 
-A task says what is stated and asked, and in which words. All tasks are data in retrievals.toml, so that a new task is a
-new entry. The bundled model was trained on the same tasks (benchmarks/training_prompts.py), but in other wordings and
-with other names and values: words come from two lists that have none in common, and one in eight numbers and codes,
-chosen by a checksum, is held out from training.
+A task is a kind of statement and question, with its wordings. All tasks are entries in retrievals.toml, so that a new
+one needs no code. The bundled model was trained on the same tasks (benchmarks/training_prompts.py), but in other
+wordings and with other names and values: words come from two lists without a common word, and every eighth number or
+code, chosen by a checksum, is held out from training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _Draw = Callable[[random.Random, bool], str]
 
 
 def _draw_split(make: Callable[[], str], held_out: bool) -> str:
-    """Return the first text from `make` on one side of the split; one in eight texts is held out, by its checksum."""
+    """Return the first text from `make` that is held out from training, or the first that is not.
+
+    One in eight texts is held out, chosen by its checksum.
+    """
     while True:
         text = make()
         if (zlib.crc32(text.encode()) % 8 == 0) == held_out:
@@ -42,13 +45,16 @@ def _draw_split(make: Callable[[], str], held_out: bool) -> str:
 
 
 def _number(rng: random.Random, held_out: bool) -> str:
-    """Draw a number of five digits; in training also of three to seven, so that no length is learnt as the end."""
+    """Draw a number of five digits that is held out from training, or, if not `held_out`, one for training.
+
+    Numbers for training have three to seven digits, so that no length is learnt as the end.
+    """
     digits = 5 if held_out else rng.choice((3, 4, 5, 5, 5, 5, 6, 7))
     return _draw_split(lambda: str(rng.randrange(10 ** (digits - 1), 10**digits)), held_out)
 
 
 def _word(rng: random.Random, held_out: bool) -> str:
-    """Draw a word; in training mostly a made-up one, because words of a list would be learnt by heart, not copied."""
+    """Draw a word; in training mostly an invented one, because words from a list would be memorised, not copied."""
     if held_out:
         return rng.choice(HELD_OUT_WORDS)
     if rng.random() < 0.35:
@@ -72,7 +78,7 @@ def _identifier(rng: random.Random, held_out: bool) -> str:
 
 
 def _subject(rng: random.Random, held_out: bool) -> str:
-    """Draw the beginning of a sentence; in training sometimes a shorter one, so that more fit into a prompt."""
+    """Draw the beginning of a sentence; in training sometimes a short one, so that more sentences fit into a prompt."""
     words = _words(rng, held_out)
     count = 2 if held_out else rng.choice((1, 2, 2))
     return " ".join(["The", *words[:count]])
@@ -87,23 +93,23 @@ def _predicate(rng: random.Random, held_out: bool) -> str:
 
 
 def _code(rng: random.Random, held_out: bool) -> str:
-    """Draw a code of eight letters and digits; in training of six to ten."""
+    """Draw a code of eight letters and digits; in training, codes have six to ten."""
     length = 8 if held_out else rng.randint(6, 10)
     return _draw_split(lambda: "".join(rng.choices(_LETTERS, k=length)), held_out)
 
 
 def _code_prefix(rng: random.Random, held_out: bool) -> str:
-    """Draw four letters and digits, with which a code begins."""
+    """Draw the four letters and digits with which a code begins."""
     return _draw_split(lambda: "".join(rng.choices(_LETTERS, k=4)), held_out)
 
 
 @dataclass(frozen=True)
 class Wording:
-    """The words of a task, as format strings with {name}, {NAME} for the name in capitals, and {value}.
+    """One wording of a task: format strings with {name}, {NAME} for the name in capitals, and {value}.
 
     Attributes:
-        statement: states the value of a name.
-        question: asks for the value; it has no {value}.
+        statement: the sentence that states the value of a name.
+        question: the question about the value; it does not contain {value}.
         answer: the right answer.
     """
 
@@ -114,14 +120,14 @@ class Wording:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One kind of retrieval.
+    """One kind of retrieval: how names and values are drawn, and how they are worded.
 
     Attributes:
-        name, value: draw a name and a value.
+        name, value: functions that draw a name and a value.
         held_out: wordings for measurements, used in turn; the bundled model was not trained on them.
         head: instructions before the haystack.
-        filler: text that is repeated as the haystack where none is given; None: the modules of Python's library that
-            the bundled model was not trained on.
+        filler: the text that is repeated around the statements (as the haystack) if no other text is given; None: the
+            modules of Python's library that the bundled model was not trained on.
     """
 
     name: _Draw
@@ -143,7 +149,7 @@ _DRAWS: dict[str, _Draw] = {
 
 
 def _task(entry: dict[str, Any]) -> Task:
-    """Return the task of an entry of retrievals.toml."""
+    """Return the task that an entry of retrievals.toml describes."""
     wordings = tuple(Wording(*texts) for texts in entry["held_out"])
     functions = {"name": _DRAWS[entry["name"]], "value": _DRAWS[entry["value"]]}
     return Task(**entry | functions | {"held_out": wordings})
@@ -155,11 +161,11 @@ RETRIEVALS = {name: _task(entry) for name, entry in _SAVED["tasks"].items()}
 
 @dataclass(frozen=True)
 class RetrievalQuestion:
-    """Statements that are put into other text, with a question and an answer to each; the first one is asked for.
+    """Statements to put into a text, each with a question and its answer; the first one is asked for.
 
     Attributes:
         head: instructions before the text.
-        statements, questions, answers: in the same order.
+        statements, questions, answers: the statements, and the question and answer for each, in the same order.
     """
 
     head: str
@@ -171,7 +177,7 @@ class RetrievalQuestion:
     def from_values(
         cls, task: Task, wording: Wording, names: Sequence[str], values: Sequence[str]
     ) -> RetrievalQuestion:
-        """Return the statements that give each name its value, in one wording of a task."""
+        """Return the statements, questions and answers for names and their values, in one wording of a task."""
         pairs = [
             {"name": name, "NAME": name.upper(), "value": value} for name, value in zip(names, values, strict=True)
         ]
@@ -193,7 +199,7 @@ class RetrievalQuestion:
         return self.answers[0]
 
     def about(self, index: int) -> RetrievalQuestion:
-        """Return the same statements, with the one of this index asked for; it comes first."""
+        """Return the same statements, with the one at this index moved to the front, so that it is asked for."""
 
         def moved(texts: tuple[str, ...]) -> tuple[str, ...]:
             return (texts[index], *texts[:index], *texts[index + 1 :])
@@ -202,16 +208,17 @@ class RetrievalQuestion:
 
 
 def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> RetrievalQuestion:
-    """Draw names with their values, and ask for the first.
+    """Draw names with their values, and make statements and questions of them; the first is asked for.
 
     Args:
-        task: what is stated and asked.
-        rng: draws names and values.
+        task: the kind of statement and question.
+        rng: the random numbers for drawing names and values.
         keys: number of names.
         wording: number of the wording; after the last one, the first follows. Default: a random one.
 
     Raises:
-        MethodError: there are several keys, and the task has no names; or the task has fewer names or values.
+        MethodError: there are several keys, and the task has no names; or the task has too few different names or
+            values.
     """
     wordings = task.held_out
     texts = rng.choice(wordings) if wording is None else wordings[wording % len(wordings)]
@@ -223,9 +230,9 @@ def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = 
 
 
 def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
-    """Return different texts, in the order in which `draw` returns them; MethodError: it returns too few.
+    """Return `count` different texts, in the order in which `draw` returns them; MethodError if it returns too few.
 
-    After 100 draws for each text, no more are tried.
+    It gives up after 100 draws per text.
     """
     drawn: dict[str, None] = {}
     for _ in range(100 * count):
@@ -246,10 +253,10 @@ def other_answers(task: Task, question: RetrievalQuestion, rng: random.Random, *
 
 
 def insert(length: int, depths: Sequence[float]) -> list[tuple[int, int, int]]:
-    """Return where statements stand in a text of `length` tokens.
+    """Return the places at which statements are inserted into a text of `length` tokens.
 
     Args:
-        length: tokens of the text around the statements.
+        length: the number of tokens in the text around the statements.
         depths: for each statement, the share of this text that stands before it.
 
     Returns:

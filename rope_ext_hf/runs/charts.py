@@ -1,4 +1,4 @@
-"""The chart of a measure: a line per method, over the context length."""
+"""Charts for a measure such as perplexity: one line per method, over the context length."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from rope_ext_hf.runs.measures import Measure
 
 
 def line_chart(findings: Findings, measure: Measure) -> LineChart:
-    """Return the chart of a measure under the methods' short labels.
+    """Return a chart of one measure over the context length, with a line for each method.
 
-    Shares are in percent, a perplexity has a logarithmic axis, and values that are not finite are left out.
+    Lines are named by the methods' short labels. Shares are in percent, a perplexity has a logarithmic axis, and values
+    that are not finite are left out.
     """
     scale = 100 if measure.shares else 1
     keys = [key for key in findings.names if key in measure.items]

@@ -21,11 +21,11 @@ from rope_ext_hf.patches.stand_in import check_without_weights
 def resolve_choice(
     choice: MethodChoice, model: nn.Module, longest: int, lengths: Sequence[int] = ()
 ) -> list[RopeMethod]:
-    """Return every chosen method with every chosen factor, all parameters filled in for a model, without duplicates.
+    """Return every chosen method with every chosen factor, with all parameters set for a model, without duplicates.
 
     Args:
         choice: the methods, their factors or target length, and what they extend.
-        model: the model that they are for; it may be on the meta device.
+        model: the model that the methods are for; it may be on the meta device.
         longest: the extended length in tokens where the choice has neither a factor nor a target length.
         lengths: extended lengths in tokens; where the choice has neither a factor nor a target length, a method with a
             factor is fitted to each of them that exceeds the context length, instead of to `longest`.
@@ -44,9 +44,10 @@ def resolve_choice(
 def over_rotary(
     choice: MethodChoice, rotary: Rotary, longest: int, lengths: Sequence[int] = ()
 ) -> Iterator[tuple[RopeMethod, int]]:
-    """Yield every chosen method with every chosen factor, and its extended length in tokens.
+    """Yield every chosen method with every chosen factor, together with the length in tokens that it extends to.
 
-    The methods are for a rotary embedding, and not yet bound to a model. The arguments are those of `resolve_choice`.
+    The methods are set for the rotary embedding `rotary`, and not yet bound to a model. The arguments are those of
+    `resolve_choice`.
     """
     for name in choice.method:
         parameters = _parameters_for(name, choice)
@@ -58,7 +59,7 @@ def over_rotary(
 def _extents(
     name: str | RopeMethod, choice: MethodChoice, rotary: Rotary, longest: int, lengths: Sequence[int]
 ) -> list[tuple[float | None, int | None]]:
-    """Return the factor and the target length with which a chosen method is resolved, once for each variant of it.
+    """Return the factors and target lengths for a chosen method, one pair for each variant of it to be made.
 
     A choice with both a factor and a target length is passed on as it is, and `resolve_method` refuses it.
     """
@@ -73,7 +74,7 @@ def _extents(
 
 
 def _parameters_for(name: str | RopeMethod, choice: MethodChoice) -> dict[str, Any]:
-    """Return the further parameters for one of the chosen methods.
+    """Return those of the choice's further parameters that one of the chosen methods gets.
 
     Those are the parameters that this method takes, and also those that none of the chosen methods takes, so that a
     misspelt parameter is refused instead of ignored.
@@ -88,7 +89,7 @@ def _parameters_for(name: str | RopeMethod, choice: MethodChoice) -> dict[str, A
 def _may_take(method: str | RopeMethod, parameter: str) -> bool:
     """Return whether a method may have a parameter; True for aliases, unknown names and method objects as well.
 
-    A method with another method inside, under `frequency`, may pass any parameter on to it.
+    A method that contains another method, its `frequency`, may pass any parameter on to that one.
     """
     if isinstance(method, RopeMethod):
         return True
@@ -99,7 +100,7 @@ def _may_take(method: str | RopeMethod, parameter: str) -> bool:
 def apply_choice(choice: PatchChoice, model: nn.Module, *, native: bool = False) -> None:
     """Patch a model with the chosen method, if there is one.
 
-    A model without weights, on the meta device, is refused whatever the same model with its weights would be refused.
+    A model without weights, on the meta device, raises the same errors as the model with its weights.
 
     Args:
         choice: one method with at most one factor.

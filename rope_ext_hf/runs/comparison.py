@@ -1,4 +1,4 @@
-"""Several runs of one model, side by side: their conclusion, table, charts and page.
+"""Comparison of several runs of one model: their common conclusion, table, charts and HTML page.
 
 Runs of different kinds have no numbers in common; each kind of run says which measures it has (`RunDisplay.measures`).
 """
@@ -39,14 +39,14 @@ _FEWEST_METHODS = 3  # an order of two methods says too little
 
 
 def compare_runs(folders: Sequence[str | Path], unit: str | None = None) -> Comparison:
-    """Read runs of one model, finished or not, and compare their methods.
+    """Read the folders of several runs of one model, finished or not, and compare the methods in them.
 
     Args:
         folders: the folders of the runs, in any order.
         unit: the unit in which losses are shown, see `Run.in_unit`; default: perplexity.
 
     Raises:
-        FileError: a folder is not that of a run, a run has no result yet, or the runs are of different models.
+        FileError: a folder does not hold a run, a run has no result yet, or the runs are of different models.
         MethodError: no run can be shown in this unit.
     """
     runs = sorted((read_run(folder) for folder in folders), key=lambda run: (run.kind.name, run.folder.name))
@@ -66,12 +66,12 @@ def compare_runs(folders: Sequence[str | Path], unit: str | None = None) -> Comp
 
 
 class _Agreement(NamedTuple):
-    """Agreement of two measures in how they rank the methods at one length.
+    """Agreement between two measures about the ranking of the methods at one length.
 
     Attributes:
         one, other: the names of the measures.
-        length: in tokens.
-        methods: the number of methods that both measures have.
+        length: the length, in tokens.
+        methods: the number of methods that both measures have a value for.
         tau: Kendall's tau-b, from -1 for the reverse order to 1 for the same order; NaN where it is not defined.
     """
 
@@ -94,7 +94,7 @@ class Comparison:
 
     @cached_property
     def findings(self) -> Findings:
-        """The measures of all runs, and what follows from them; runs that read the same text count as one."""
+        """The measures of all runs, with what follows from them; runs that read the same text count as one."""
         return findings_of_runs(self.runs)
 
     @cached_property
@@ -104,11 +104,11 @@ class Comparison:
 
     @property
     def measures(self) -> list[Measure]:
-        """The measures of all runs, the one closest to use first; measures that cannot compare methods come last."""
+        """The measures of all runs, the one closest to practical use first; last are those that cannot compare."""
         return self.findings.ordered
 
     def agreements(self) -> list[_Agreement]:
-        """Return how alike any two measures rank the methods, at each length beyond the context length.
+        """Return how similarly each two measures rank the methods, at each length beyond the context length.
 
         Pairs of measures are left out at lengths where they have fewer than three methods in common.
         """
@@ -126,7 +126,7 @@ class Comparison:
     # --- for people ---------------------------------------------------------------------------------------------------
 
     def table(self, *, detailed: bool = False) -> Table:
-        """Return a table of rich with a row for each method.
+        """Return a table (of the package rich) with a row for each method.
 
         Each measure has a column at the context length, one at its longest length, and one for effective lengths where
         it has any.
@@ -150,7 +150,7 @@ class Comparison:
         return view
 
     def _columns(self, measure: Measure, detailed: bool) -> list[tuple[str, Mapping[str, str]]]:
-        """Return the columns of a measure in the table: the head, and the cells by the keys of methods."""
+        """Return a measure's columns for the table: each with its head, and its cells by the keys of the methods."""
         findings = self.findings
         columns: list[tuple[str, Mapping[str, str]]] = []
         for length in dict.fromkeys((findings.context_length, measure.longest)):
@@ -171,7 +171,7 @@ class Comparison:
         return columns
 
     def agreement_table(self) -> Table | None:
-        """Return a table of how alike the measures rank the methods; None where no two of them can be compared."""
+        """Return a table of how similarly the measures rank the methods; None where no two measures can be compared."""
         rows = self.agreements()
         if not rows:
             return None
@@ -184,7 +184,7 @@ class Comparison:
         return view
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the conclusion, every value with its interval, effective lengths, agreements and runs, JSON-ready."""
+        """Return the comparison as JSON values: conclusion, all measured values with intervals, agreements and runs."""
         names, conclusion = self.findings.names, self.conclusion
         return {
             "conclusion": str(conclusion),
@@ -196,7 +196,7 @@ class Comparison:
         }
 
     def _measure_dict(self, measure: Measure) -> dict[str, Any]:
-        """Return a measure with all its values, JSON-ready."""
+        """Return one measure with all its values, as JSON values."""
         findings = self.findings
         values = []
         for key, name in findings.names.items():
@@ -268,7 +268,7 @@ class Comparison:
 
 
 def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -> _Agreement:
-    """Return how alike two measures rank these methods at one length."""
+    """Return how similarly two measures rank the methods with these keys at one length."""
     from scipy.stats import kendalltau
 
     values_of_one, values_of_other = (
@@ -280,7 +280,7 @@ def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -
 
 
 def _run_section(run: Run[Any]) -> str:
-    """Return the section of the page about one run: its conclusion, its table, its commands and its settings."""
+    """Return the section of the HTML page about one run: its conclusion, table, commands and settings."""
     return html.collapsed(
         f"{capital(run.kind.name)}: {run.title}, {run.folder}",
         html.paragraph(str(run.conclusion)),

@@ -1,8 +1,8 @@
 """The conclusion of one or several runs, in at most four sentences.
 
-It says which method is best, what short inputs lose under it, and up to which length it reads well. `findings` judges;
-here the outcomes become English. Each sentence is one of the forms below, and its numbers are in the unit of the table
-that the conclusion stands under.
+It says which method is best, what short inputs lose under it, and up to which length it reads well. The module
+`findings` judges the numbers, and this module puts the judgements into English. The numbers in a conclusion are in the
+unit of the table above it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Conclusion:
 
 
 def conclude(findings: Findings) -> Conclusion:
-    """Say which method is best, what short inputs lose under it, and up to which length it reads well."""
+    """Return which method is best, how it changes short inputs, and up to which length it reads well."""
     lead = findings.lead
     if lead is None:
         sentences = _no_lead(findings)
@@ -63,32 +63,32 @@ def conclude(findings: Findings) -> Conclusion:
 
 
 def _called(findings: Findings, key: str) -> str:
-    """Return what a sentence calls a method."""
+    """Return the name that sentences use for the method with this key."""
     return _UNPATCHED if key == findings.loaded else findings.names[key]
 
 
 def _all_called(findings: Findings, keys: Sequence[str]) -> str:
-    """Return what a sentence calls several methods: "linear, yarn x4 and the unpatched model"."""
+    """Return several methods as sentences name them: "linear, yarn x4 and the unpatched model"."""
     return listed(_called(findings, key) for key in keys)
 
 
 def _length_text(findings: Findings, length: int) -> str:
-    """Return a length in tokens and in context lengths: "256 tokens (4x)"."""
+    """Return a length in tokens and as a multiple of the context length: "256 tokens (4x)"."""
     return f"{length:,} tokens ({multiple_text(length, findings.context_length)})"
 
 
 def _at_shorter(length: int, longest: int) -> str:
-    """Return " at 1,024" for a value of a shorter length than the sentence names; empty for the same length."""
+    """Return " at 1,024" for a length shorter than the one that the sentence names; empty if both are the same."""
     return "" if length == longest else f" at {length:,}"
 
 
 def _value_text(measure: Measure, key: str, length: int) -> str:
-    """Return a number without its name: "1.91"."""
+    """Return a method's value at a length, as text without the name of the measure: "1.91"."""
     return measure.text(measure.value(key, length))
 
 
 def _named_value(measure: Measure, key: str, length: int) -> str:
-    """Return a number with its name and unit: "perplexity 1.91", "loss 0.646 nats per token"."""
+    """Return a method's value at a length with name and unit: "perplexity 1.91", "loss 0.646 nats per token"."""
     unit = f" {measure.unit}" if measure.unit and not measure.shares else ""
     return f"{measure.name} {_value_text(measure, key, length)}{unit}"
 
@@ -97,7 +97,7 @@ def _named_value(measure: Measure, key: str, length: int) -> str:
 
 
 def _no_lead(findings: Findings) -> list[str]:
-    """Say what was measured, and why that does not show which method is best."""
+    """Return sentences for runs without a best method: what was measured, and why it shows no best method."""
     if not findings.candidates:
         measures = [measure for measure in findings.ordered if any(measure.items.values())]
         return [_without_comparison(findings, measure) for measure in measures]
@@ -116,7 +116,7 @@ def _no_lead(findings: Findings) -> list[str]:
 
 
 def _without_comparison(findings: Findings, measure: Measure) -> str:
-    """Say what a measure has at its longest length, and why methods are not compared by it."""
+    """Return a sentence with the values of a measure at its longest length, and why it cannot compare methods."""
     length = measure.longest
     keys = sorted(measure.measured(length), key=lambda key: measure.sort_value(key, length))
     value = f"{_called(findings, keys[0])} has {_named_value(measure, keys[0], length)}"
@@ -132,7 +132,7 @@ def _without_comparison(findings: Findings, measure: Measure) -> str:
 
 
 def _best(findings: Findings, lead: str) -> list[str]:
-    """Say which method is best at the longest length, and which are not significantly different."""
+    """Return sentences on which method is best at the longest length, and which are not significantly different."""
     where = _length_text(findings, findings.longest)
     if len(findings.candidates) == 1:
         return [f"At {where}, {_called(findings, lead)} has {_values_of_lead(findings, lead)}."]
@@ -157,7 +157,7 @@ def _best(findings: Findings, lead: str) -> list[str]:
 
 
 def _values_of_lead(findings: Findings, lead: str) -> str:
-    """Return the best method's values by all measures: "exact match 95.0% at 128 and perplexity 4.48"."""
+    """Return the best method's values in all measures: "exact match 95.0% at 128 and perplexity 4.48"."""
     values = []
     for measure in findings.informative:
         lengths = measure.lengths(lead)
@@ -168,7 +168,7 @@ def _values_of_lead(findings: Findings, lead: str) -> str:
 
 
 def _values_of_unpatched(findings: Findings, lead: str) -> str:
-    """Return the unpatched model's values in parentheses, by the measures and at the lengths of the best method's."""
+    """Return the unpatched model's values in parentheses, for the measures and lengths of the best method's values."""
     values = []
     for measure in findings.informative:
         length = max(measure.lengths(lead), default=0)
@@ -220,7 +220,7 @@ def _with_values(findings: Findings, keys: Sequence[str], lead: str | None = Non
 
 
 def _beyond(findings: Findings, lead: str) -> list[str]:
-    """Say so where the longest length is beyond the one that the best method is set for."""
+    """Return a warning sentence if the longest length is beyond the length that the best method is set for."""
     if not findings.beyond(lead, findings.longest):
         return []
     extended = f"The extended length of {_called(findings, lead)} is {findings.extended[lead]:,} tokens"
@@ -228,7 +228,7 @@ def _beyond(findings: Findings, lead: str) -> list[str]:
 
 
 def _short_inputs(findings: Findings, lead: str) -> list[str]:
-    """Say how inputs of the context length change under the best method."""
+    """Return sentences on how results for inputs of the context length change with the best method."""
     length = findings.context_length
     clauses = []
     for measure in findings.informative:
@@ -248,7 +248,7 @@ def _short_inputs(findings: Findings, lead: str) -> list[str]:
 
 
 def _best_by_one_measure(findings: Findings, lead: str) -> list[str]:
-    """Name the measures by which another method would be best."""
+    """Return sentences that name the measures by which another method than the best one would be best."""
     sentences = []
     for measure in findings.informative:
         if not measure.lengths(lead):
@@ -262,7 +262,7 @@ def _best_by_one_measure(findings: Findings, lead: str) -> list[str]:
 
 
 def _reach(findings: Findings, lead: str) -> list[str]:
-    """Say up to which length a method reads as well as the unpatched model does at the context length."""
+    """Return sentences on how long inputs may get until a method does worse than the unpatched model on short ones."""
     sentences = []
     for measure in findings.informative:
         if lead in measure.reaches:
@@ -273,7 +273,7 @@ def _reach(findings: Findings, lead: str) -> list[str]:
 
 
 def _effective_length(findings: Findings, measure: Measure, lead: str) -> str:
-    """Say the effective length of a method, and that of the unpatched model where it was measured."""
+    """Return a sentence with a method's effective length, and the unpatched model's where it was measured."""
     sentence = f"Effective length by {measure.name}: {measure.reaches[lead].in_words(measure.longest)}"
     unpatched = measure.reaches.get(findings.loaded)
     if unpatched is not None and lead != findings.loaded:
@@ -282,7 +282,7 @@ def _effective_length(findings: Findings, measure: Measure, lead: str) -> str:
 
 
 def _within_tolerance(findings: Findings, measure: Measure, lead: str, tolerance: float) -> list[str]:
-    """Say up to which length a perplexity is close to that of the unpatched model's short inputs, and what follows."""
+    """Return sentences on the longest length at which perplexity is close to the unpatched model's on short inputs."""
     short = findings.context_length
     within, outside = findings.reach(measure, lead)
     if lead == findings.loaded:
@@ -311,7 +311,7 @@ def _within_tolerance(findings: Findings, measure: Measure, lead: str, tolerance
 
 
 def _missing(findings: Findings) -> list[str]:
-    """Name the methods that have no value at the longest length."""
+    """Return a sentence that names the methods without a value at the longest length."""
     absent = [key for key in findings.candidates if key not in findings.present]
     if not absent:
         return []

@@ -1,7 +1,7 @@
-"""The findings on one model with several methods: which method is significantly better, and up to which length.
+"""Statistical findings on one model with several methods: which is significantly better, and up to which length.
 
-Nothing here reads a model, a run or a file, and nothing here writes English: numbers come in, and keys of methods,
-lengths and outcomes go out. `conclusions` puts them into sentences.
+The input is numbers, and the output is methods, lengths and outcomes. Nothing here reads a model, a run or a file. The
+module `conclusions` puts the findings into sentences.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rope_ext_hf.runs.outcomes import Outcome, outcome_of_change
 
 @dataclass(frozen=True)
 class Findings:
-    """The measures of one model with several methods, and what follows from them.
+    """The measures for one model with several methods, and the comparisons that follow from them.
 
     A method is named by its key (`labels.method_key`), a measured value by the pair of a key and a length in tokens.
 
     Attributes:
         names: the label of each method by its key, in the order in which tables show them.
-        loaded: the key of the unpatched model.
+        loaded: the key that stands for the unpatched model.
         context_length: the length in tokens that the unpatched model is for.
         measures: the measures, each with a name of its own. They may have different methods and lengths.
         extended: the length in tokens that each method is set for; a method that works at any length is left out.
@@ -40,34 +40,34 @@ class Findings:
 
     @cached_property
     def ordered(self) -> list[Measure]:
-        """The measures, the one closest to use first; measures that cannot compare methods come last.
+        """The measures, sorted by how close they are to practical use; those that cannot compare methods come last.
 
-        Of two measures with the same evidence, the one with the longer longest length comes first.
+        Of two measures that are equally close, the one that was measured at the greater length comes first.
         """
         return sorted(self.measures, key=lambda m: (bool(m.flaw), m.evidence, -m.longest, m.name))
 
     @cached_property
     def informative(self) -> list[Measure]:
-        """The measures by which methods can be compared, in the same order."""
+        """The measures that can compare methods, in the order of `ordered`."""
         return [measure for measure in self.ordered if not measure.flaw]
 
     @property
     def longest(self) -> int:
-        """The longest length in tokens of any informative measure; ValueError where there is none."""
+        """The longest length in tokens of any measure that can compare methods; ValueError if there is none."""
         return max(measure.longest for measure in self.informative)
 
     def beyond(self, key: str, length: int) -> bool:
-        """Return whether a length is beyond the one that a method is set for."""
+        """Return whether a length is beyond the one that the method with this key is set for."""
         return length > self.extended.get(key, length)
 
     # --- one measure --------------------------------------------------------------------------------------------------
 
     def outcome(self, measure: Measure, first: tuple[str, int], second: tuple[str, int], than: float = 0.0) -> Outcome:
-        """Return how one method at a length compares with another method, or another length, by one measure.
+        """Compare two pairs of a method and a length by one measure, and return which is better.
 
         Args:
-            measure: what is compared.
-            first, second: the key of a method, and a length in tokens.
+            measure: the measure whose values are compared.
+            first, second: the pairs: the key of a method, and a length in tokens.
             than: the change at which better turns into worse, see `outcome_of_change`.
         """
         change = measure.change(first, second)
@@ -86,26 +86,27 @@ class Findings:
         return self.outcome(measure, (key, length), (self.loaded, self.context_length), than=bound)
 
     def outcome_of_short_inputs(self, measure: Measure, key: str) -> Outcome:
-        """Return how a method compares with the unpatched model where both read the context length.
+        """Return how a method compares with the unpatched model on inputs of the context length.
 
-        `NOT_MEASURED` also for a measure of positions in longer inputs, which says nothing about short inputs.
+        It is `NOT_MEASURED` also if the measure takes values at positions in longer inputs, which say nothing about
+        short inputs.
         """
         if measure.of_positions:
             return Outcome.NOT_MEASURED
         return self.outcome(measure, (key, self.context_length), (self.loaded, self.context_length))
 
     def reads_short_worse(self, measure: Measure, key: str) -> bool:
-        """Return whether inputs of the context length are significantly worse under a method than unpatched."""
+        """Return whether a method makes results for inputs of the context length significantly worse."""
         return self.outcome_of_short_inputs(measure, key) is Outcome.WORSE
 
     def best(self, measure: Measure, length: int) -> list[str]:
-        """Return the methods that no other method is significantly better than, the best value first."""
+        """Return the keys of the methods that no other method is significantly better than, the best value first."""
         keys = measure.measured(length)
         unbeaten = [key for key in keys if not any(self.is_better(measure, other, key, length) for other in keys)]
         return sorted(unbeaten, key=lambda key: measure.sort_value(key, length))
 
     def starred(self, measure: Measure, length: int) -> list[str]:
-        """Return the methods that get the mark of the best in a table.
+        """Return the methods that a table marks as best at a length.
 
         There are none where the measure cannot compare methods, where there is one method only, and where no method is
         significantly better than another.
@@ -117,13 +118,14 @@ class Findings:
         return best if len(best) < len(keys) else []
 
     def reach(self, measure: Measure, key: str) -> tuple[list[int], int | None]:
-        """Return up to which length a method stays within the measure's tolerance.
+        """Return the lengths up to which the values of a method stay within the tolerance of the measure.
 
-        Only lengths beyond the context length count. They are compared with the unpatched model at the context length.
+        Only lengths beyond the context length count. The value at each is compared with the value of the unpatched
+        model at the context length.
 
         Returns:
-            The lengths that are significantly within the tolerance, from the shortest one without a gap, and the next
-            length if that is significantly outside; else None.
+            Two things: the lengths that are significantly within the tolerance, up to the first that is not; and this
+            first one if it is significantly outside the tolerance, else None.
         """
         within = list[int]()
         for length in measure.lengths(key):
@@ -138,21 +140,21 @@ class Findings:
     # --- all measures -------------------------------------------------------------------------------------------------
 
     def reads_as_well(self, key: str, length: int) -> bool:
-        """Return whether a method at a length is by no measure worse than the unpatched model at the context length.
+        """Return whether a method at a length is as good as the unpatched model is at the context length.
 
-        Any significant difference counts as worse; the measures' tolerances are not applied.
+        It is not if any measure shows it to be significantly worse; the measures' tolerances are not applied.
         """
         short = (self.loaded, self.context_length)
         return all(self.outcome(measure, (key, length), short) is not Outcome.WORSE for measure in self.measures)
 
     def costs_short_inputs(self, key: str) -> bool:
-        """Return whether inputs of the context length are significantly worse under a method, by any measure."""
+        """Return whether any measure shows that a method makes inputs of the context length significantly worse."""
         return any(self.reads_short_worse(measure, key) for measure in self.informative)
 
     def compare(self, first: str, second: str) -> Outcome:
-        """Compare two methods by the first informative measure that shows a significant difference.
+        """Compare two methods by the first measure that shows a significant difference.
 
-        Each measure is taken at the longest length at which it has both methods.
+        Only measures that can compare methods are used, each at the longest length at which it has both methods.
 
         Returns:
             How the first method compares with the second. `NO_DIFFERENCE`: no measure shows a difference.
@@ -173,7 +175,7 @@ class Findings:
 
     @cached_property
     def outcomes(self) -> dict[tuple[str, str], Outcome]:
-        """The outcome of comparing the first of every two candidates with the second, in both orders."""
+        """The outcome for each pair of candidates, in both orders: how the first compares with the second."""
         outcomes: dict[tuple[str, str], Outcome] = {}
         for first, second in combinations(self.candidates, 2):
             outcome = self.compare(first, second)
@@ -183,12 +185,12 @@ class Findings:
 
     @cached_property
     def candidates(self) -> list[str]:
-        """The methods that an informative measure has."""
+        """The keys of the methods that any measure that can compare methods has values for."""
         return [key for key in self.names if any(measure.lengths(key) for measure in self.informative)]
 
     @cached_property
     def present(self) -> list[str]:
-        """The candidates without those that the first informative measure has, but not at its longest length."""
+        """The candidates, without those that the first measure has values for only below its longest length."""
         if not self.informative:
             return []
         first = self.informative[0]
@@ -196,7 +198,7 @@ class Findings:
 
     @cached_property
     def unbeaten(self) -> list[str]:
-        """The candidates that no other candidate is significantly better than.
+        """The candidates that no other candidate is significantly better than, in order of preference.
 
         The unpatched model comes first, then methods under which short inputs are not worse, then the best value; at
         the end stand methods that were not measured at the longest length.
@@ -206,13 +208,13 @@ class Findings:
         unbeaten = self._by_value(unbeaten)
 
         def preference(key: str) -> tuple[bool, bool, bool]:
-            """Return a key for sorting; False comes before True."""
+            """Return the sort key for a method; False sorts before True, so that a preferred method has False."""
             return key not in self.present, key != self.loaded, self.costs_short_inputs(key)
 
         return sorted(unbeaten, key=preference)
 
     def _by_value(self, keys: list[str]) -> list[str]:
-        """Order methods by value, at the longest length of the first measure that has all of them at one length."""
+        """Sort methods by value, at the longest length at which one measure, the first possible, has all of them."""
         for measure in self.informative:
             shared_lengths = [
                 length
@@ -248,10 +250,11 @@ def collect_findings(
     context_length: int,
     extended: Mapping[str, int | None],
 ) -> Findings:
-    """Return the findings from measures of one model.
+    """Return the findings that follow from several measures of one model.
 
     Args:
-        measures: each with the name of the text that it was measured on. Measures without any items are left out.
+        measures: pairs of a measure and the name of the text that it was measured on. Measures without any items are
+            left out.
         methods: the methods in the order in which tables show them.
         loaded: the method of the unpatched model; it comes first whether it was measured or not.
         context_length: the length in tokens that the unpatched model is for.

@@ -1,4 +1,4 @@
-"""The folder of a run: reading its settings and results back, and checking that they can be used."""
+"""Reading back the settings and results from the folder of a run, and checking that they can be used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_run(folder: str | Path) -> Run[Any]:
         The run with the results of all methods, in the order in which their first values were measured.
 
     Raises:
-        FileError: the folder is not that of a run, or it is damaged; the message names the file and the line.
+        FileError: the folder does not hold a run, or is damaged; the message names the file and the line.
     """
     folder = Path(folder)
     path = folder / SETTINGS
@@ -44,11 +44,11 @@ def read_run(folder: str | Path) -> Run[Any]:
 
 
 def results_from_records(kind: RunKind, setting: Any, contents: RunContents, records: Sequence[Record]) -> list[Any]:
-    """Return one result for each method and cell whose items all have a value.
+    """Return one result for each method and cell (a context length, maybe with a depth) whose items all have a value.
 
     Args:
-        kind: makes the results.
-        setting: how the items were read, a `RunKind.setting`.
+        kind: the kind of the run, which makes the results.
+        setting: how the items (documents or prompts) were read, an instance of `RunKind.setting`.
         contents: the cells, and how many values a complete one has.
         records: the values, in any order of items and cells; methods come in the order of their first record.
     """
@@ -79,7 +79,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run if results, tables and pages can be made with them.
+    """Return the settings of a run, after checking that results, tables and pages can be made with them.
 
     Raises:
         ValueError: a setting is missing, or its type or value is wrong; the message names it.
@@ -99,7 +99,7 @@ def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_setting(setting: dict[str, Any], setting_class: type) -> None:
-    """Raise ValueError where a dict does not hold the fields of a dataclass, with values of their types."""
+    """Raise ValueError unless a dict holds the fields of the dataclass `setting_class`, with values of their types."""
     described = fields(setting_class)
     needed = {field.name for field in described if field.default is MISSING}
     types = {field.name: field.type for field in described}
@@ -114,8 +114,9 @@ def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     """Return the sorted names of the settings in which two runs differ.
 
     Args:
-        before: settings that were read from a file.
-        now: settings of this process. They are compared as JSON has them, so that a tuple equals a list.
+        before: the settings of one run, read from a file.
+        now: the settings of the other run, in this process. They are converted to JSON values first, so that a tuple
+            equals a list.
     """
     now = json.loads(json.dumps(now))
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))

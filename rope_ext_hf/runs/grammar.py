@@ -1,4 +1,4 @@
-"""Small pieces of English that sentences, tables and messages about runs are made of."""
+"""Helpers that form small pieces of English, such as lists and plurals, for texts about runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def listed(words: Iterable[str]) -> str:
 
 
 def capital(text: str) -> str:
-    """Return a text with its first letter in upper case, and the other letters as they are."""
+    """Return a text with its first letter in upper case; the other letters stay as they are."""
     return text[:1].upper() + text[1:]
 
 

@@ -1,12 +1,12 @@
-"""The identity of a run: everything that its numbers depend on besides text and protocol.
+"""The identity of a run: a digest of everything that its numbers depend on, besides the text and how it is scored.
 
-That is the model, what is patched, and the code. A run's folder is named after its identity, so that a changed model
-starts a new run. A value that is included needlessly costs a new run, and one that is missing a wrong number; in doubt,
-a value is included. Two things are left out on purpose:
+That is the model, its patches, and the code. The name of a run's folder contains the identity, so that a changed model
+starts a new run. A needless part of the identity costs a new run at times, but a missing part would give wrong numbers;
+so in doubt, a value belongs to it. Two things are left out on purpose:
 
 - the tokenizer, because `Measurement.fingerprint` covers the token ids that are read and the bytes of each;
-- the number of tokens per pass. It changes the last digits of a loss, but a run that ran out of memory has to continue
-  with fewer.
+- the number of tokens per pass through the model. It changes the last digits of a loss, but a run that ran out of
+  memory has to continue with fewer.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 
 def provenance(model: Any, data: str) -> dict[str, Any]:
-    """Return where numbers come from, as settings: the model, the device, and the versions of the software.
+    """Return the settings that say where the numbers of a run come from: model, device, and versions of packages.
 
     Args:
         model: the model that is measured.
-        data: what the text is called.
+        data: the name of the text.
     """
     parameter = next(model.parameters())
     return {
@@ -65,9 +65,9 @@ def provenance(model: Any, data: str) -> dict[str, Any]:
 
 
 def versions_now() -> dict[str, str]:
-    """Return the versions of the packages that results depend on most.
+    """Return the installed versions of the packages that results depend on most, by name.
 
-    This package's version is its `__version__`, because a checkout on PYTHONPATH has no installed version.
+    The version of this package is its `__version__`, because a checkout on PYTHONPATH has no installed version.
     """
     return {"rope-ext-hf": __version__} | {name: version(name) for name in ("torch", "transformers")}
 
@@ -80,12 +80,13 @@ _KNOWN_SOURCE = re.compile(rf"(torch|transformers|rope_ext_hf\.({'|'.join(_COMPU
 
 @dataclass(frozen=True)
 class Basis:
-    """Model settings that the methods of a run are applied to.
+    """The state of a model that the methods of a run are applied to.
 
     Attributes:
         rotary: the rotary embedding that the methods change.
         layers: the layers that are patched; None: all.
-        below: patches of the model that stay underneath, the lowest first.
+        below: patches that the model has already and keeps, and that the methods are applied on top of, the lowest
+            first.
     """
 
     rotary: Rotary
@@ -94,11 +95,14 @@ class Basis:
 
     @classmethod
     def from_specs(cls, specs: tuple[PatchSpec, ...]) -> Basis:
-        """Return what the last of these patches is applied to."""
+        """Return the basis for the last of a model's patches: the state of the model to which that patch was applied.
+
+        `specs` are all patches of the model, the first one applied first.
+        """
         return cls(specs[-1].rotary, specs[-1].layers, specs[:-1])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the basis as a run's settings hold it, JSON-ready."""
+        """Return the basis as JSON values, for the settings of a run."""
         return {
             "rotary": self.rotary.to_dict(),
             "layers": self.layers,
@@ -107,13 +111,13 @@ class Basis:
 
 
 def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str, context_length: int | None) -> Basis:
-    """Return what methods are applied to.
+    """Return the state of a model that methods are applied to.
 
-    Where every method is the one that the model is patched with, that is what this patch is applied to.
+    If every method is the one that the model is patched with already, this is the state below this patch.
 
     Args:
         model: patched or not.
-        methods: None is the model as it is.
+        methods: the methods; None stands for the model as it is.
         over, context_length: as `rope_ext_hf.patch` takes them.
     """
     specs = present_specs(model)
@@ -126,14 +130,14 @@ def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str
 def model_key(
     model: nn.Module, methods: Sequence[RopeMethod | None], basis: Basis, over: str, *measuring: str
 ) -> dict[str, Any]:
-    """Return what the numbers of a run depend on, as settings: weights, patches and code.
+    """Return the settings that the numbers of a run depend on: digests of the weights and of the code, and the patches.
 
     Args:
         model: patched or not.
-        methods: None is the model with its present patches.
-        basis: what the methods are applied to.
+        methods: the methods; None stands for the model with its present patches.
+        basis: the state of the model that the methods are applied to.
         over: as `rope_ext_hf.patch` takes it.
-        measuring: the names of the modules whose code measures.
+        measuring: the names of the Python modules whose code measures.
     """
     specs = present_specs(model)
     measures_present_patch = None in methods or (specs and basis == Basis.from_specs(specs))
@@ -148,7 +152,7 @@ def model_key(
 
 
 def _further_arguments(spec: PatchSpec) -> dict[str, Any]:
-    """Return the arguments of a patch that neither its method nor its basis shows, where they are not the defaults."""
+    """Return those arguments of a patch that are not defaults and that its method and basis do not show."""
     arguments: dict[str, Any] = {}
     if spec.target_length not in (None, spec.method.extended_length(spec.rotary)):
         arguments["target_length"] = spec.target_length
@@ -163,8 +167,8 @@ def code_digest(model: nn.Module, *measuring: str) -> str:
     It covers the folders of this package that compute, the code that came with the model, and the code of plug-ins.
 
     Args:
-        model: the classes of its modules say which code came with it.
-        measuring: the names of the modules whose code measures.
+        model: the model; the classes of its modules say which code came with it.
+        measuring: the names of the Python modules whose code measures.
     """
     # The package's version would not do: a checkout from git has the same version for months.
     digest = _own_source().copy()
@@ -189,7 +193,7 @@ def _own_source() -> hashlib._Hash:
 
 
 def _files_digest(paths: Iterable[Any]) -> hashlib._Hash:
-    """Return a SHA-256 of the names and bytes of files, in this order."""
+    """Return a SHA-256 of the names and contents of files, in the given order."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(path.name.encode() + path.read_bytes())
@@ -203,14 +207,14 @@ _HOW_LOADED = ("is_local", "local_files_only", "name_or_path")
 def digest_inputs(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *texts: Sequence[Tokens]
 ) -> dict[str, str]:
-    """Return digests of a model, its tokenizer and texts, by what a message calls them.
+    """Return digests of a model, its tokenizer and texts, by the names that messages use for them.
 
-    Each weight is read once, at about 1.4 GB/s per core. The tokens that every text begins with are named where there
-    are any, because runs of earlier releases read texts without them.
+    Each weight is read once, at about 1.4 GB/s per core. If the tokenizer puts tokens such as BOS before every text,
+    they are a part of the result, because earlier releases read texts without them.
 
     Args:
         model: the model.
-        tokenizer: its saved files are read, without the keys that say from where it was loaded.
+        tokenizer: the tokenizer; its saved files are read, without the keys that say from where it was loaded.
         texts: each a sequence of documents as token ids.
     """
     text_digest = hashlib.sha256()

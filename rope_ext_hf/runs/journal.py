@@ -32,10 +32,10 @@ Cell = tuple[float, ...]
 
 
 class Value(Protocol):
-    """The value of one item in one cell, such as the loss of a document."""
+    """The measured value for one item in one cell, such as the loss of a document at one context length."""
 
     def to_record(self) -> list[Any]:
-        """Return the value as a journal holds it, JSON-ready."""
+        """Return the value as JSON values, in the form that a journal stores."""
 
 
 _JOURNALS = "records.*.jsonl"
@@ -44,12 +44,12 @@ _GO_ON = "make room, and the same command goes on where this one stopped"
 
 
 class Record(NamedTuple):
-    """One line of a journal.
+    """One line of a journal: the value that a method has for one item (document or prompt) in one cell.
 
     Attributes:
         method: `RopeMethod.to_dict` of the method, or None for the model as loaded.
-        item: index of the item.
-        cell: the cell that the value is of.
+        item: index of the document or prompt.
+        cell: a context length, alone or with a depth, a distance or a task.
         value: the value, as the run's `RunKind` parses it.
         cost: tokens, seconds and memory that it took.
     """
@@ -63,11 +63,11 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class RunContents:
-    """The contents of a complete run.
+    """The contents that a run has when it is complete.
 
     Attributes:
-        items: the names of the documents or trials.
-        counts: the number of items that have a value, by cell.
+        items: the names of the documents or prompts.
+        counts: the number of items that have a value, by cell (a context length, alone or with a depth or task).
     """
 
     items: tuple[str, ...]
@@ -75,7 +75,7 @@ class RunContents:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> RunContents:
-        """Return the contents that `items`, `cells` and `per_cell` describe; ValueError where one of them is wrong."""
+        """Return the contents from the settings `items`, `cells` and `per_cell`; ValueError if one of them is wrong."""
         for key in ("items", "cells", "per_cell"):
             if not isinstance(value := settings.get(key), list):
                 raise ValueError(f"{key!r} must be a list, got {short(repr(value))}")
@@ -90,7 +90,7 @@ class RunContents:
 
 
 def _cell(value: Any) -> Cell:
-    """Return a cell from JSON; ValueError if it is none."""
+    """Return a cell (a context length, alone or with a depth or task) from JSON; ValueError if it is not a cell."""
     match value:
         case [int(length)] if 1 <= length < 2**63:
             return (length,)
@@ -112,11 +112,11 @@ def read_plain(path: Path, most: int | None = None) -> bytes:
     """Return the bytes of a regular file.
 
     Args:
-        path: the file; a link is not followed.
+        path: the file; a link is refused, not followed.
         most: the largest number of bytes; default: the limit `json_bytes`.
 
     Raises:
-        FileError: it is not a regular file, is larger, or cannot be read.
+        FileError: the file is not a regular file, is larger than `most`, or cannot be read.
     """
     most = most or limit("json_bytes")
     with disk_errors(path), _open_plain(path, os.O_RDONLY) as file:
@@ -138,12 +138,12 @@ def _open_plain(path: Path, flags: int) -> BinaryIO:
 
 
 def read_records(folder: Path, contents: RunContents, parse: Callable[[str, Any], Value]) -> list[Record]:
-    """Return all records of a run, each once.
+    """Return all records (measured values) in the journals of a run, each once.
 
     Args:
         folder: the run's folder.
         contents: the items and cells that a record may have.
-        parse: makes a value from the name of its item and from JSON; ValueError if it is none.
+        parse: converts the name of an item and a JSON value to a value; it raises ValueError for anything else.
 
     Raises:
         FileError: a record is damaged, or two records have different values for the same method, item and cell.
@@ -164,7 +164,7 @@ def read_records(folder: Path, contents: RunContents, parse: Callable[[str, Any]
 
 
 def _parse_record(line: bytes, contents: RunContents, parse: Callable[[str, Any], Value]) -> Record:
-    """Return the record of a line; ValueError if it is none, or was changed."""
+    """Return the record that a journal's line holds; ValueError if the line is not a record, or was changed."""
     raw = parse_json_object(line)
     checksum = raw.pop("crc", None)  # earlier versions wrote none
     if set(raw) != set(Record._fields):
@@ -190,7 +190,10 @@ def _parse_record(line: bytes, contents: RunContents, parse: Callable[[str, Any]
 
 
 def _checksum(line: Mapping[str, Any]) -> int:
-    """Return the CRC-32 of a line without its checksum; without it, a digit that changed would still be a number."""
+    """Return the CRC-32 of a journal's line without its own checksum.
+
+    Without a checksum, a damaged digit would be read as another number.
+    """
     return zlib.crc32(json.dumps(line).encode())
 
 
@@ -199,7 +202,7 @@ def _checksum(line: Mapping[str, Any]) -> int:
 
 @contextmanager
 def exclusive(folder: Path, rank: int) -> Iterator[None]:
-    """Lock a folder for one process of this rank while inside; FileError: another process holds the lock.
+    """Hold a lock on a folder for the process with this rank inside the `with` block; FileError if another holds it.
 
     The system releases the lock of a process that ends.
     """
@@ -213,7 +216,7 @@ def exclusive(folder: Path, rank: int) -> Iterator[None]:
 
 
 def holds_folder(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function create the folder of its argument `out` and hold its lock while it runs; a decorator.
+    """Decorate a function so that it creates the folder in its argument `out` and holds a lock on it while it runs.
 
     Where `out` is None, the function runs without a folder.
     """
@@ -234,16 +237,17 @@ def holds_folder(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
-    """Open the journal of a process, and return a function that appends a record.
+    """Open the journal of the process with this rank, and yield a function that appends a record to it.
 
-    The function returns once the record is on disk. Half a line that a killed process left is cut off first.
+    The function returns once the record is on disk. An incomplete last line, which a killed process left, is removed
+    first.
     """
     path = folder / f"records.{rank}.jsonl"
     with disk_errors(path):
         file = _open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
     def write(record: Record) -> None:
-        """Append a record, and return once it is on disk."""
+        """Append a record to the journal, and return once it is on disk."""
         value = record.value.to_record()
         line = record._asdict() | {"cell": list(record.cell), "value": value, "cost": list(record.cost)}
         with disk_errors(path, _GO_ON):
@@ -264,10 +268,10 @@ def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
 
 
 def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int]:
-    """Return the sizes that all processes of a run use, also those that continue it: the sizes of the first process.
+    """Return the chunk sizes that all processes of a run use: those that the first process wrote into its folder.
 
-    Results are equal to the last digit only where all processes read in the same chunks, and each would choose other
-    sizes, by its free memory.
+    Each process would choose other sizes by its free memory, but results are equal to the last digit only with equal
+    sizes. Processes that continue the run later use them, too.
 
     Args:
         folder: the run's folder.
@@ -287,5 +291,5 @@ def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int
 
 
 def replace_chunks(folder: Path, chunk: int, head_bytes: int) -> None:
-    """Make later processes of a run use these sizes, because the agreed ones needed too much memory."""
+    """Replace the chunk sizes that later processes of a run use, because the earlier ones needed too much memory."""
     write_text(folder / _CHUNKS, json.dumps([chunk, head_bytes]))

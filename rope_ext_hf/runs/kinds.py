@@ -1,8 +1,8 @@
 """Kinds of runs by name: perplexity, passkey, and those of plug-ins.
 
-A kind of run is one file with two classes: a `RunKind` makes and shows the results, and a `measurement.Measurement`
-says what is read and scored. An entry point of the group rope_ext_hf.run_kinds names the `RunKind`, so that results
-can be shown that an earlier process measured.
+Each kind is one file with two classes: a `RunKind` makes and shows the results, and a `measurement.Measurement` says
+what is read and scored. An entry point in the group rope_ext_hf.run_kinds names the `RunKind`, so that a later process
+can show the results.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ K = TypeVar("K", bound="type[RunKind]")
 
 
 class RunKind(RunDisplay):
-    """One kind of run: how a question becomes a plan, how results are made, and how they are shown.
+    """One kind of run, such as perplexity: it plans a measurement, makes results from measured values, and shows them.
 
     Attributes:
-        setting: the dataclass, of plain values, that says how the items of a run are read.
+        setting: a dataclass of plain values, whose instances say how the documents or prompts of a run are read.
     """
 
     setting: ClassVar[type]
 
     def fit(self, question: Any, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
-        """Return the question as it is asked of this model, and the methods that are measured.
+        """Return the question (the arguments of the measurement) adapted to a model, and the methods to measure.
 
-        By default the question stays the same, and there is a method for each name and each factor; a method without a
+        By default the question stays the same, and each chosen name gives one method per factor; a method without a
         factor is fitted to the longest length.
         """
         return question, resolve_choice(methods, model, max(question.lengths))
@@ -48,35 +48,38 @@ class RunKind(RunDisplay):
     def plan(
         self, question: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
-        """Return what a run reads and scores to answer a question of this kind; no weights are read.
+        """Return the plan for a run: what it reads and scores; no weights are read.
 
         Args:
-            question: a `rope_ext_hf.eval.questions.LengthsQuestion` whose `kind` is this kind's name.
-            model: may be on the meta device.
+            question: the arguments of the measurement, a `rope_ext_hf.eval.questions.LengthsQuestion` of this kind.
+            model: the model; it may be on the meta device.
             tokenizer: default: the one beside the model's weights.
             **settings: further fields of `RunPlan`: methods, over, context_length, chunk, offload_cache.
 
         Raises:
-            MethodError, CorpusError: the question does not fit this model, or this text.
+            MethodError, CorpusError: the arguments do not fit this model or this text.
         """
         raise MethodError(f"runs of the kind {self.name!r} answer no question of their own")
 
     @abstractmethod
     def parse(self, item: str, value: Any) -> Value:
-        """Return the value of an item of this name from the JSON of a journal's record; ValueError if it is none."""
+        """Return the value that a line of a journal holds for the item with this name; ValueError if it is not a value.
+
+        `value` is the JSON value in that line.
+        """
 
     @abstractmethod
     def result(
         self, method: Method, setting: Any, cell: Cell, values: Sequence[Any], costs: Sequence[Cost]
     ) -> MethodResult:
-        """Return the result of one method in one cell.
+        """Return the result for one method in one cell (a context length, alone or with a depth, a distance or a task).
 
         Args:
             method: `RopeMethod.to_dict` of the method, or None for the model as loaded.
-            setting: how the items were read, an instance of the class `setting`.
+            setting: how the documents or prompts were read, an instance of the class `setting`.
             cell: a context length in tokens, alone or with a depth, a distance or a task.
-            values: the value of each item of this cell.
-            costs: tokens, time and memory that each of these took.
+            values: the values of all items (documents or prompts) in this cell.
+            costs: the tokens, time and memory that each value took.
         """
 
 
@@ -84,7 +87,7 @@ _KINDS: dict[str, RunKind] = {}
 
 
 def register_run_kind(kind: K) -> K:
-    """Add a kind of run under its name; a class decorator. ValueError where the name is taken."""
+    """Register a class as a kind of run under its `name`; a class decorator. ValueError if the name is taken."""
     if kind.name in _KINDS:
         raise ValueError(f"there is a kind of run called {kind.name!r} already; choose another name")
     _KINDS[kind.name] = kind()
@@ -92,7 +95,7 @@ def register_run_kind(kind: K) -> K:
 
 
 def run_kind(name: str) -> RunKind:
-    """Return the kind of run of this name, loading the plug-in that has it where needed.
+    """Return the kind of run with this name; if a plug-in provides it, load the plug-in.
 
     Raises:
         ValueError: no kind of run has this name; the message names the nearest one.

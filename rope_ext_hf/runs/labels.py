@@ -1,6 +1,6 @@
 """Names of methods: keys for dicts and journals, and labels for tables, plots and sentences.
 
-`MethodResult`, which every result of a run builds on, is here because it has the key of its method.
+`MethodResult`, the base class of all results, is here because it contains the key of its method.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Method = dict[str, Any] | None
 
 @dataclass(frozen=True)
 class MethodResult:
-    """A result of one method at one context length.
+    """Base class for the result of one method at one context length.
 
     Attributes:
         method: `RopeMethod.to_dict` of the method, or None for the model as loaded.
@@ -33,21 +33,21 @@ class MethodResult:
 
     @cached_property
     def key(self) -> str:
-        """The key of its method."""
+        """The key (a JSON text) that identifies the method of this result."""
         return method_key(self.method)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as a dict, JSON-ready."""
+        """Return the result as a dict of JSON values."""
         return asdict(self)
 
 
 def method_key(method: Mapping[str, Any] | None) -> str:
-    """Return the key of a method for dicts and journals: its JSON."""
+    """Return the text that identifies a method in dicts and journals: its dict as JSON."""
     return json.dumps(method)
 
 
 def label(method: dict[str, Any] | None) -> str:
-    """Return what tables and plots call a method: "yarn x8", "dynamic-ntk paper", "unpatched"."""
+    """Return the name of a method for tables and plots: "yarn x8", "dynamic-ntk paper", "unpatched"."""
     if method is None:
         return "unpatched"
     try:
@@ -79,7 +79,7 @@ def labels(methods: Iterable[dict[str, Any] | None]) -> dict[str, str]:
 
 
 def short_labels(names: Iterable[str]) -> list[str]:
-    """Return labels without any parameter but the factor, if they are still unique; else the labels as they are."""
+    """Return labels shortened to method and factor if they are still unique then; else the labels as they are."""
     full = list(names)
     shortened = [name if name == label(None) else "".join(re.findall(r"^\S+| x[\d.]+$", name)) for name in full]
     return shortened if len(set(shortened)) == len(full) else full

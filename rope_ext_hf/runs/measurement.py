@@ -1,4 +1,4 @@
-"""The items that a run reads and how each is scored, and the plan that joins them with methods."""
+"""The items (documents or prompts) that a run reads, the way to score each, and the plan that adds the methods."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ Scored = Iterator[tuple[Cell, T, Cost]]
 
 
 class Measurement(ABC):
-    """The measurement that is made with each method: the items, and how one item is scored.
+    """Base class for a measurement: the documents or prompts that are read, and the way in which each is scored.
 
     Attributes:
         kind: the name of the kind of run, see `kinds.RunKind`.
-        items: the names of the documents or trials.
+        items: the names of the documents or prompts.
         setting: how the items are read, as results record it; an instance of `RunKind.setting`.
-        passes: the tokens of each pass through the model, with one method.
+        passes: for each pass through the model with one method, its number of tokens.
         scored: the number of tokens that go through the model's head, with one method.
-        after_each_pass: the number of tokens that are read from the cache of each pass, for estimates of the time.
-        all_cells: the cells of every item, where all items have the same.
+        after_each_pass: the number of tokens that are read after each pass, continuing from its cache; for estimates of
+            the time.
+        all_cells: the cells of every item, if all items have the same. A cell is a context length, alone or with a
+            depth, a distance or a task.
     """
 
     kind: ClassVar[str]
@@ -44,17 +46,20 @@ class Measurement(ABC):
     all_cells: Sequence[Cell]
 
     def cells(self, item: int) -> Sequence[Cell]:
-        """Return the cells that the item of this index has values for; by default `all_cells`."""
+        """Return the cells in which the item with this index gets a value; by default `all_cells`.
+
+        A cell is a context length, alone or with a depth, a distance or a task.
+        """
         return self.all_cells
 
     @abstractmethod
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[Value]:
-        """Score one item in some of its cells.
+        """Score one item (a document or prompt) in some of its cells.
 
         Args:
-            scorer: reads the tokens, with the method that is measured.
+            scorer: reads the tokens through the model, patched with the method that is measured.
             item: index of the item.
-            cells: the cells to score.
+            cells: the cells to score, each a context length, alone or with a depth, a distance or a task.
             progress: called with the number of tokens read, after each pass.
 
         Yields:
@@ -63,45 +68,48 @@ class Measurement(ABC):
 
     @abstractmethod
     def digested(self, cell: Cell) -> Iterable[bytes]:
-        """Return what the values of a cell depend on: the token ids that are read, their bytes, how they are scored."""
+        """Return bytes for a digest of everything that the values in a cell depend on.
+
+        These are the token ids that are read, the bytes of text for each token, and the way in which they are scored.
+        """
 
     @property
     def contents(self) -> RunContents:
-        """The items of a complete run, and the number of values in each cell."""
+        """The items that a complete run has, and the number of values in each of its cells."""
         counts = Counter(cell for item in range(len(self.items)) for cell in self.cells(item))
         return RunContents(tuple(self.items), dict(sorted(counts.items())))
 
     @cached_property
     def cell_fingerprints(self) -> dict[Cell, str]:
-        """A SHA-256 digest of each cell; where two runs have the same one, they read the same items in the same way."""
+        """SHA-256 digests by cell; two runs with the same digest for a cell read the same items in the same way."""
         return {cell: hashlib.sha256(b"".join(self.digested(cell))).hexdigest() for cell in self.contents.counts}
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 digest of all cells."""
+        """Return a SHA-256 digest of everything that the run reads, over all cells."""
         return hashlib.sha256(repr(sorted(self.cell_fingerprints.items())).encode()).hexdigest()
 
     @property
     def computed_by(self) -> tuple[str, ...]:
-        """The names of the modules whose code makes the numbers, besides the library's; part of a run's identity."""
+        """The names of the Python modules, besides the library's, whose code makes the numbers of the measurement."""
         return (type(self).__module__,)
 
 
 @dataclass(frozen=True)
 class RunPlan(Generic[M_co]):
-    """Plan of a run: its measurement and its methods, made and checked before any weights are read.
+    """Plan for a run: the measurement and the methods, made and checked before any weights are read.
 
     Attributes:
         measurement: the items, and how they are scored.
-        data: what the text is called.
-        methods: in the order in which they are measured and shown; None is the model as it is. Empty: the model is
-            measured with the method that it has.
+        data: the name of the text.
+        methods: the methods, in the order in which they are measured and shown; None stands for the model as it is.
+            Empty: only the model as it is.
         over, context_length: what the methods extend, as `rope_ext_hf.patch` takes them.
         chunk, offload_cache: as `TokenScorer` takes them.
-        scorer: a function of the model and the keyword arguments of `TokenScorer`, which returns what reads the text;
-            default: `TokenScorer` itself.
+        scorer: a function that takes the model and the keyword arguments of `TokenScorer`, and returns an object that
+            reads and scores the text; default: `TokenScorer` itself.
         unit: the unit in which results are shown, see `Run.in_unit`; default: that of the kind of run.
-        reader: what the run's settings say about a scorer other than the default.
-        reader_modules: the names of the modules of such a scorer, whose code makes the numbers.
+        reader: an entry for the run's settings that describes a scorer other than the default.
+        reader_modules: the names of the Python modules with the code of such a scorer.
     """
 
     measurement: M_co

@@ -35,7 +35,10 @@ class EffectiveLength(NamedTuple):
         return f"{self.length:,} ({self.low:,} to {self.high:,})"
 
     def in_words(self, longest: int) -> str:
-        """Return the length and its interval for a sentence; `longest` is the longest length that was measured."""
+        """Return the length and its interval as words in a sentence.
+
+        `longest` is the longest length that was measured, in tokens.
+        """
         last = ", the longest measured" if self.length == longest else ""
         if self.low == self.high:
             return f"{self.length:,} tokens{last}"
@@ -44,7 +47,10 @@ class EffectiveLength(NamedTuple):
 
 
 class Evidence(IntEnum):
-    """Closeness of a measure to the use of a model; the closest measure decides first which method is best."""
+    """Closeness of a measure to the practical use of a model, from exact answers to losses.
+
+    The measure with the smallest number, the closest one, decides first which method is best.
+    """
 
     ANSWERS = 1
     RETRIEVAL = 2
@@ -55,26 +61,26 @@ class Evidence(IntEnum):
 
 @dataclass(frozen=True)
 class Measure:
-    """One number per method and context length.
+    """A measure, such as perplexity: one number for each method at each context length, with the items behind it.
 
     A method is named by its key (`labels.method_key`).
 
     Attributes:
         name: what people call the number, such as "perplexity".
-        unit: the unit of the number, such as "nats per token". "%" for shares, whose values are from 0 to 1; empty for
-            a number without a unit.
+        unit: the unit of the number, such as "nats per token"; "%" for shares, whose values are from 0 to 1; empty if
+            it has no unit.
         evidence: how close the measure is to the use of a model.
         higher_is_better: false for losses and perplexities.
-        items: by method and length, a pair for each document or prompt: a sum, and the weight that it is divided by.
-            The number is the sum of all sums divided by the sum of all weights.
-        kind_of_item: what an item is, in the singular.
-        reaches: effective lengths by method, where this kind of run has them.
-        threshold: the value that effective lengths are defined by; None: there are none.
+        items: by method and length, a pair for each document or prompt: a sum (of losses, say) and a weight (the number
+            of tokens). The number is the sum of all sums divided by the sum of all weights.
+        kind_of_item: the noun for an item, in the singular, such as "document".
+        reaches: effective lengths by method, if this kind of run measures them.
+        threshold: the value that a length must reach to count as effective; None: there are no effective lengths.
         chance: the value that guessing has, for shares and gains.
         exponential: true for a perplexity: sums are in nats, and the number is the exponential of their mean. Means and
             tests are of the nats.
-        tolerance: by which share a perplexity may be higher than that of the unpatched model at the context length and
-            still count as reading well, such as 0.05; None: any significant difference counts.
+        tolerance: the share, such as 0.05, by which a perplexity may be higher than the unpatched model's at the
+            context length and still count as reading well; None: any significant difference counts.
         of_positions: true if the values of all lengths are from positions in inputs of the longest length. Such values
             say nothing about shorter inputs.
     """
@@ -99,7 +105,7 @@ class Measure:
 
     @property
     def _fewest(self) -> int:
-        """The number of items of the method and length that has the fewest."""
+        """The smallest number of items that any method has at any length."""
         return min(len(items) for row in self.items.values() for items in row.values())
 
     @property
@@ -149,7 +155,7 @@ class Measure:
         return [key for key, row in self.items.items() if length in row]
 
     def mean(self, key: str, length: int, *, level: float = LEVEL) -> Estimate:
-        """Return the mean over the items of a method at a length, with its interval; for a perplexity in nats."""
+        """Return the mean over a method's items at a length, with its interval; a perplexity's mean is in nats."""
         sums, weights = zip(*self.items[key][length], strict=True)
         if self.shares:
             shares = [total / weight for total, weight in zip(sums, weights, strict=True)]
@@ -157,7 +163,7 @@ class Measure:
         return estimate(sums, weights, level=level)
 
     def estimate(self, key: str, length: int) -> Estimate:
-        """Return the number of a method at a length, with its interval, as people read it."""
+        """Return a method's number at a length, with its interval, in the unit that people read."""
         mean = self.mean(key, length)
         if not self.exponential:
             return mean
@@ -165,33 +171,33 @@ class Measure:
         return Estimate(exponential(mean.value), low, high, mean.items)
 
     def value(self, key: str, length: int) -> float:
-        """Return the number of a method at a length, without its interval."""
+        """Return a method's number at a length, without its interval."""
         return self.estimate(key, length).value
 
     def sort_value(self, key: str, length: int) -> float:
-        """Return a number by which methods are sorted at a length, the best first; a loss of NaN comes last."""
+        """Return a sort key that puts the best method at a length first; a loss of NaN comes last."""
         value = self.value(key, length)
         if math.isnan(value):
             return math.inf
         return -value if self.higher_is_better else value
 
     def identical(self, first: tuple[str, int], second: tuple[str, int]) -> bool:
-        """Return whether every item has the same value under two pairs of a method and a length."""
+        """Return whether every item has the same value in two cases, each a method at a length."""
         first_items, second_items = self._items_of(first), self._items_of(second)
         return first_items is not None and second_items is not None and list(first_items) == list(second_items)
 
     def _items_of(self, place: tuple[str, int]) -> Sequence[tuple[float, float]] | None:
-        """Return the items of a method and a length; None where they were not measured."""
+        """Return the items (a sum and a weight each) for a method and a length; None if they were not measured."""
         key, length = place
         return self.items.get(key, {}).get(length)
 
     @cached_property
     def _changes(self) -> dict[tuple[tuple[str, int], tuple[str, int]], Estimate | None]:
-        """The changes that were computed before."""
+        """A cache of the changes that `change` has computed."""
         return {}
 
     def change(self, first: tuple[str, int], second: tuple[str, int]) -> Estimate | None:
-        """Return by how much the mean of the first method and length is higher than that of the second.
+        """Return how much higher the mean of the first pair of a method and a length is than that of the second pair.
 
         The difference is taken item by item. For a perplexity it is in nats. Each pair is computed once, in either
         order.
@@ -211,7 +217,7 @@ class Measure:
         return self._changes[first, second]
 
     def _change(self, first: tuple[str, int], second: tuple[str, int]) -> Estimate | None:
-        """Compute a change, see `change`."""
+        """Compute the result of `change`, which caches it."""
         first_items, second_items = self._items_of(first), self._items_of(second)
         if first_items is None or second_items is None:
             return None
@@ -234,7 +240,7 @@ class Measure:
         return Estimate(math.inf if first_bad else -math.inf, None, None, len(weights))
 
     def text(self, value: float) -> str:
-        """Return a number of this measure with as many digits as are meaningful."""
+        """Return a number in the unit of this measure as text, with as many digits as are meaningful."""
         if not math.isfinite(value):
             return "not finite"
         if self.shares:

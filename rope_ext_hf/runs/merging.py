@@ -1,4 +1,4 @@
-"""Several runs of one model as one set of findings; runs that read the same text in the same way count as one run."""
+"""Merging the runs of one model into one set of findings; runs that read the same text in the same way become one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rope_ext_hf.runs.run import Run
 
 
 def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:
-    """Return the findings of runs of one model, whatever order they are given in.
+    """Return the findings from several runs of one model; the order of the runs does not matter.
 
     Runs of one kind that read the same items in the same way are merged, so that their methods are compared.
     """
@@ -32,7 +32,11 @@ def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:
 
 
 def _merged(runs: Sequence[Run[Any]]) -> list[Run[Any]]:
-    """Merge runs of one kind that share a cell and have no cell that differs; others stay by themselves."""
+    """Merge those runs of one kind that read the same items, and leave the others as they are.
+
+    Two runs are merged if the digests of at least one cell (a context length, alone or with a depth or task) are equal
+    in both, and no cell that both have differs.
+    """
     groups: list[list[Run[Any]]] = []
     for run in runs:
         for group in groups:
@@ -45,7 +49,7 @@ def _merged(runs: Sequence[Run[Any]]) -> list[Run[Any]]:
 
 
 def _read_alike(run: Run[Any], group: Sequence[Run[Any]]) -> bool:
-    """Return whether a run has a cell in common with a group of runs, and no cell that differs from theirs."""
+    """Return whether a run shares a cell with a group of runs, and no cell that both have was read differently."""
     digests = _cell_digests(run)
     shared = False
     for other in group:
@@ -59,12 +63,12 @@ def _read_alike(run: Run[Any], group: Sequence[Run[Any]]) -> bool:
 
 
 def _cell_digests(run: Run[Any]) -> dict[str, str]:
-    """Return a digest per cell; older runs have one digest for all cells."""
+    """Return a digest for each cell (a context length, maybe with a depth); older runs have one for all cells."""
     return run.settings.get("cell_texts") or {"": run.settings.get("text", str(id(run)))}
 
 
 def _merged_results(runs: Sequence[Run[Any]]) -> list[Any]:
-    """Return the results of several runs; where two have one for the same method and cell, that of the first."""
+    """Return the results from several runs; if two runs have one for the same method and cell, the first counts."""
     results: dict[Any, Any] = {}
     for run in runs:
         earlier = set(results)

@@ -1,12 +1,12 @@
-"""A digest of everything that a model computes with: configs, modules, parameters and buffers.
+"""A digest of everything that a model computes with: configs, settings of modules, parameters and buffers.
 
 The digest changes with any bit of a weight, any value of the config and any setting of a module. It stays the same when
 the same model is loaded again, from another folder or in another process. It is also the same before and after the
-model is patched, because a run's settings hold the patches by themselves (`identity.py`). Hooks and functions that were
+model is patched, because the settings of a run record patches separately (`identity.py`). Hooks and functions that were
 attached to a model are not seen.
 
-Every weight is read once, without a copy of the model, by SHA-256 on all cores: 1.4 GB/s on one core of a server and
-2.8 GB/s on two, so that 8 billion parameters in bfloat16 take 6 s on two cores.
+SHA-256 reads every weight once, on all cores, without a copy of the model. It reads 1.4 GB/s on one core of a server
+and 2.8 GB/s on two, so that 8 billion parameters in bfloat16 take 6 s on two cores.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 def model_digest(model: nn.Module) -> str:
-    """Return the digest of a model, 64 hexadecimal digits; weights may be on any devices, and patches do not count."""
+    """Return the digest of a model, 64 hexadecimal digits; devices of the weights and patches do not change it."""
     sha, tensor_digests = hashlib.sha256(), WeakTensorKeyDictionary()
     with torch.no_grad():
         values: list[tuple[str, Any]] = [("config", config) for config in _configs(model)]
@@ -68,7 +68,7 @@ def model_digest(model: nn.Module) -> str:
 
 
 def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return every module with its name, parents first; where a patch replaced a module, the replaced one."""
+    """Return all modules with their names, parents first; for a module that a patch has replaced, the original one."""
     modules: dict[int, tuple[str, nn.Module]] = {}
     waiting = [("", model)]
     while waiting:
@@ -83,7 +83,7 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _values(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
-    """Return the classes, settings, parameters and buffers of modules with their names, saved or not."""
+    """Return the classes, settings, parameters and buffers of modules by name, also buffers that are not saved."""
     named: list[tuple[str, Any]] = []
     for name, module in modules:
         follows_the_input = re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))) is not None
@@ -96,9 +96,9 @@ def _values(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
 
 
 def _configs(model: nn.Module) -> list[dict[str, Any]]:
-    """Return every config that a module of the model holds, as dicts.
+    """Return, as dicts, every config that a module of the model holds.
 
-    Of a config that was patched, it is the original with what its user has changed since.
+    For a config that a patch has changed, it is the original, with the changes that its user has made since.
     """
     swaps = {id(swap.patched): swap for slot in patched_slots(model) for swap in slot.state.configs}
     changed: dict[int, dict[str, Any]] = {}
@@ -123,7 +123,7 @@ def _configs(model: nn.Module) -> list[dict[str, Any]]:
         return {key: inner(value) for key, value in values.items() if key not in _NOT_IN_CONFIGS}
 
     def inner(value: Any) -> Any:
-        """Return a value of a config, with the configs in it as dicts."""
+        """Return a value from a config; configs inside it become dicts."""
         if hasattr(value, "model_type"):
             return settings(value)
         if isinstance(value, Mapping):
@@ -143,14 +143,15 @@ def _configs(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class _Bracket(str):
-    """The mark of the end of a collection."""
+    """A closing bracket, which marks in the sequence of digested values where a collection ends."""
 
 
 def _add(sha: hashlib._Hash, tensor_digests: WeakTensorKeyDictionary, values: Sequence[tuple[str, Any]]) -> None:
     """Add named values to a digest.
 
-    Each value is added as its name and a text, a tensor as its name and its digest. A collection is added between two
-    brackets with its name. Objects other than tensors, numbers, texts and collections of these are passed over.
+    Each value is added as its name and its text, and a tensor as its name and its digest. The values in a collection
+    are added between an opening and a closing mark with its name. Objects other than tensors, numbers, texts and
+    collections of these are passed over.
 
     Args:
         sha: the digest.
@@ -186,7 +187,7 @@ def _add(sha: hashlib._Hash, tensor_digests: WeakTensorKeyDictionary, values: Se
 
 
 def _digest_of_tensor(tensor: Tensor, tensor_digests: WeakTensorKeyDictionary) -> str:
-    """Return a SHA-256 of the dtype and shape of a tensor and of the SHA-256 of each block of its bytes."""
+    """Return a SHA-256 over the dtype and shape of a tensor, and over the SHA-256 of each block of its bytes."""
     sha = hashlib.sha256()
     _add(sha, tensor_digests, [("shape", [str(tensor.dtype), *tensor.shape])])
     if "quant_state" in vars(tensor):  # scales and more of a parameter that bitsandbytes quantised

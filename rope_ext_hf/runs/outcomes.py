@@ -1,4 +1,4 @@
-"""The judgement of one change: better, worse, or not significantly different. Sentences about it are in `verdicts`."""
+"""The judgement on one change of a value: better, worse, or not significantly different. `verdicts` words it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rope_ext_hf.runs.statistics import Estimate
 
 
 class Outcome(StrEnum):
-    """Outcome of comparing the first of two values with the second."""
+    """Outcome of a comparison of two values: how the first one compares with the second."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -18,7 +18,7 @@ class Outcome(StrEnum):
 
     @property
     def reversed(self) -> Outcome:
-        """The outcome of comparing the second value with the first."""
+        """The outcome for the two values in the other order."""
         if self is Outcome.BETTER:
             return Outcome.WORSE
         if self is Outcome.WORSE:
@@ -27,7 +27,7 @@ class Outcome(StrEnum):
 
 
 def outcome_of_change(change: Estimate | None, *, higher_is_better: bool = False, than: float = 0.0) -> Outcome:
-    """Judge a change by its 95% confidence interval.
+    """Judge, by its 95% confidence interval, whether a change is for the better, for the worse, or not significant.
 
     Args:
         change: the first value minus the second; None: one of the two was not measured.

@@ -1,7 +1,7 @@
-"""The files of a run for people: results.json, results.csv, a picture and a self-contained HTML page.
+"""The files of a run that people read: results.json, results.csv, a picture and a self-contained HTML page.
 
-Pages fetch nothing. A folder may come from somebody else: files are replaced and never written through a link, and
-linked pictures are not embedded. `comparison` has the page of several runs.
+Pages fetch nothing from the network. Since a run's folder may come from somebody else, files are replaced and never
+written through a link, and linked pictures are not embedded. The module `comparison` makes the page for several runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def write_files(run: Run[Any]) -> None:
 
 
 def _draw(run: Run[Any], path: Path) -> None:
-    """Draw the run's chart into a PNG file; nothing is done where there is no chart, or no matplotlib."""
+    """Draw the run's chart into a PNG file; do nothing if the run has no chart, or matplotlib is not installed."""
     if run.chart is None:
         return
     try:
@@ -81,7 +81,7 @@ def _page(run: Run[Any]) -> str:
 
 
 def _summary(run: Run[Any]) -> str:
-    """Return the model, the device, the speed and the versions of a run, in sentences."""
+    """Return sentences on the model, the device, the speed and the package versions of a run."""
     settings = run.settings
     model = f"{settings['parameters']:,} parameters in {settings['dtype']}, for {run.meant_for}."
     items = f"{len(settings['items'])} {run.kind.items}."
@@ -93,10 +93,10 @@ def _summary(run: Run[Any]) -> str:
 
 
 def page_heading(settings: Mapping[str, Any], lengths: Sequence[int]) -> str:
-    """Return the heading of a page, the question that it answers: "How well does MODEL read 4,096 tokens?"
+    """Return the heading of an HTML page: the question that the page answers, "How well does MODEL read 4,096 tokens?"
 
     Args:
-        settings: of the run, or of any of several runs of one model.
+        settings: the settings of the run, or of any one of several runs of one model.
         lengths: the lengths that were measured, ascending.
     """
     longest = f"{lengths[-1]:,} tokens" if lengths else "long inputs"
@@ -109,7 +109,7 @@ def what_was_read(run: Run[Any]) -> str:
 
 
 def _embedded(path: Path) -> str:
-    """Return a picture as a part of the page; empty where it is too large or cannot be read."""
+    """Return HTML with the picture itself inside; empty if the file is too large or cannot be read."""
     try:
         return html.embedded_picture(path.stem, read_plain(path, html.MAX_PICTURE_BYTES))
     except FileError:

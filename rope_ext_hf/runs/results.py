@@ -12,10 +12,10 @@ R = TypeVar("R", bound=MethodResult)
 
 
 class Results(list[R]):
-    """The results of one call, as a list. Printing it, or showing it in a notebook, shows the run.
+    """The results of one measurement, as a list. Printed, or shown in a notebook, it shows the run with its table.
 
     Attributes:
-        run: the run that these are the results of.
+        run: the run that the results belong to.
     """
 
     def __init__(self, run: Run[R]) -> None:
@@ -23,11 +23,11 @@ class Results(list[R]):
         self.run = run
 
     def to_dataframe(self) -> Any:
-        """Return the results as a pandas DataFrame, see `Run.to_dataframe`."""
+        """Return the results as a pandas DataFrame, one row per result, see `Run.to_dataframe`."""
         return self.run.to_dataframe()
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draw the results, see `Run.plot`."""
+        """Draw the results with matplotlib, see `Run.plot`."""
         return self.run.plot(path)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A run: what its folder holds, what follows from its results, and how both are shown.
+"""A run: the settings and results of one measurement, the conclusions from them, and ways to show both.
 
 A run measures methods on items (documents, or prompts). Each item has a value per cell; a cell is a context length,
 alone or with a depth, a distance or a task. A result is made from the values of all items in one cell under one method.
@@ -37,13 +37,13 @@ _WHAT_IS_EXTENDED = {"original": " without its own scaling", "patched": " with i
 
 
 class RunDisplay(ABC):
-    """Display of the runs of one kind: the part of a kind of run (`kinds.RunKind`) that a run itself needs.
+    """The part of a kind of run that shows its results; the base class of `kinds.RunKind`.
 
     Attributes:
         name: the name of the kind, in run.json and in the names of folders and pictures.
-        items: what the items are, in the plural.
+        items: the noun for the items, in the plural, such as "documents".
         columns: the columns of results.csv between the method's label and its parameters.
-        units: the units in which the numbers can be shown, the default first; empty: there is one unit.
+        units: the units in which the numbers can be shown, the default first; empty: there is no choice.
     """
 
     name: ClassVar[str]
@@ -53,35 +53,41 @@ class RunDisplay(ABC):
 
     @abstractmethod
     def table(self, run: Run[Any], *, detailed: bool = False) -> Table:
-        """Return the table of a run with at least one result; `detailed` as in the HTML page."""
+        """Return the table for a run with at least one result.
+
+        `detailed`: with everything that the HTML page shows, such as confidence intervals.
+        """
 
     def rows(self, run: Run[Any]) -> Iterable[Sequence[Any]]:
-        """Return the values of `columns` for each result; by default the result's attributes of these names."""
+        """Return a row for each result: the values for the columns of results.csv that `columns` names.
+
+        By default these are the attributes of the result with the same names.
+        """
         return ([getattr(result, name) for name in self.columns] for result in run.results)
 
     def chart(self, run: Run[Any]) -> Chart | None:
-        """Return the chart of a run with at least one result, by default of its first measure; None: it has none."""
+        """Return the chart for a run with at least one result, by default of its first measure; None if it has none."""
         measures = self.measures(run)
         return line_chart(run.findings, measures[0]) if measures else None
 
     def measures(self, run: Run[Any]) -> Sequence[Measure]:
-        """Return the results as measures, from which conclusions follow; by default none."""
+        """Return the results as measures, which conclusions are drawn from; by default there are none."""
         return ()
 
     def summary(self, run: Run[Any]) -> dict[str, Any]:
-        """Return what results.json holds besides settings and results, JSON-ready."""
+        """Return further entries for results.json, besides settings and results, as JSON values."""
         return {}
 
     def outcome(self, run: Run[Any]) -> str:
-        """Return the outcome of a run in one line, for a command that goes on with another run."""
+        """Return the outcome of a run in one line, for commands that continue with another run."""
         return f"written to {run.folder}"
 
     def speed(self, run: Run[Any]) -> str:
-        """Return how fast the text was read, in words; empty where that was not timed."""
+        """Return the speed at which the text was read, in words; empty if the reading was not timed."""
         return ""
 
     def not_finite(self, run: Run[Any]) -> list[str]:
-        """Return where a loss is not finite: method, length and document, in words."""
+        """Return a text (method, length and document) for each loss that is not finite."""
         return []
 
 
@@ -94,8 +100,8 @@ class Run(Generic[R_co]):
     Attributes:
         path: the run's folder; None for a run that was measured without files.
         settings: everything that the numbers depend on: model, text, protocol, versions. run.json holds it.
-        results: one result for each method and cell that is complete.
-        kind: how runs of this kind are shown.
+        results: one result for each method and cell (a context length, alone or with a depth or task) that is complete.
+        kind: the kind of the run, which shows it.
         unit: the unit in which losses are shown: "perplexity", "nats" (per token) or "bits" (per byte).
     """
 
@@ -107,19 +113,19 @@ class Run(Generic[R_co]):
 
     @property
     def folder(self) -> Path:
-        """The folder of the run's files; ValueError where the run was measured without files."""
+        """The folder with the files of the run; ValueError if the run was measured without files."""
         if self.path is None:
             raise ValueError("this run was measured without files; give out=... to keep it in a folder")
         return self.path
 
     @property
     def title(self) -> str:
-        """The model and the text, as a title."""
+        """A title for the run: the name of the model and the name of the text."""
         return printable(f"{Path(self.settings['model']).name or 'model'} on {self.settings['data']}")
 
     @property
     def context_length(self) -> int:
-        """The length in tokens that the methods extend: by default what the model as loaded is for."""
+        """The length in tokens that the methods extend; by default, the length that the unpatched model is for."""
         return int(self.settings["context_length"])
 
     @property
@@ -141,7 +147,7 @@ class Run(Generic[R_co]):
 
     @cached_property
     def extended_lengths(self) -> dict[str, int | None]:
-        """The length in tokens that the model is for under each method that has results, by the method's key.
+        """The length in tokens that the model is for with each method that has results, by the key of the method.
 
         None: the method works at any length, or its length is not known.
         """
@@ -149,7 +155,7 @@ class Run(Generic[R_co]):
         return {key: self._extended_length(method) for key, method in methods.items()}
 
     def _extended_length(self, method: Method) -> int | None:
-        """Return the length that the model is for under a method, see `extended_lengths`."""
+        """Return the length that the model is for with a method; None as in `extended_lengths`."""
         unpatched = method_key(method) == method_key(self.settings["loaded"]) and not self.settings.get("patches")
         if unpatched:
             return self.context_length
@@ -160,13 +166,13 @@ class Run(Generic[R_co]):
             return None  # a run of an earlier version, or a method that is not installed here
 
     def beyond(self, result: Any) -> bool:
-        """Return whether a result's input is longer than the model is for under the result's method."""
+        """Return whether the input of a result is longer than the model is for with that result's method."""
         extended = self.extended_lengths[result.key]
         return extended is not None and bool(result.length > extended)
 
     @cached_property
     def by_label(self) -> dict[str, list[R_co]]:
-        """The results by the label of their method, in the order in which they came."""
+        """The results, grouped by the label of their method; the order of results is kept."""
         rows: dict[str, list[R_co]] = {}
         for result in self.results:
             rows.setdefault(self.names[result.key], []).append(result)
@@ -174,18 +180,18 @@ class Run(Generic[R_co]):
 
     @cached_property
     def by_length(self) -> dict[str, dict[int, list[R_co]]]:
-        """The results by the key of their method and by length: one at each length, or one per depth or task."""
+        """The results by the key of their method and by length; several per length if there are depths or tasks."""
         rows: dict[str, dict[int, list[R_co]]] = {}
         for result in self.results:
             rows.setdefault(result.key, {}).setdefault(result.length, []).append(result)
         return rows
 
     def items(self, items_of: Callable[[Sequence[R_co]], Iterable[T]]) -> dict[str, dict[int, list[T]]]:
-        """Return the items of a measure (`Measure.items`): by the key of each method, and by length.
+        """Collect items (pairs of a sum and a weight) for a `Measure`, by the key of each method, and by length.
 
         Args:
-            items_of: a function that returns the items of all results of one method at one length. Lengths for which it
-                returns no item are left out, and so are methods that have no length then.
+            items_of: returns the items from all results of one method at one length. Lengths without any item are left
+                out, and so are methods that are left without lengths.
         """
         rows: dict[str, dict[int, list[T]]] = {}
         for key, by_length in self.by_length.items():
@@ -199,7 +205,7 @@ class Run(Generic[R_co]):
 
     @cached_property
     def findings(self) -> Findings:
-        """The measures of this run, and what follows from them."""
+        """The measures in this run, and the comparisons of methods that follow from them."""
         text = printable(self.settings["data"])
         return collect_findings(
             [(measure, text) for measure in self.kind.measures(self)],
@@ -217,7 +223,7 @@ class Run(Generic[R_co]):
     # --- other views of the same run ----------------------------------------------------------------------------------
 
     def in_unit(self, unit: str) -> Run[R_co]:
-        """Return the same run, shown in another unit; MethodError names the units that this kind of run has."""
+        """Return this run shown in another unit; MethodError for a unit that this kind of run does not have."""
         if unit not in self.kind.units:
             if not self.kind.units:
                 raise MethodError(f"a {self.kind.name} run has one unit only; leave out unit={short(repr(unit))}")
@@ -226,7 +232,7 @@ class Run(Generic[R_co]):
         return replace(self, unit=unit)
 
     def select(self, methods: Sequence[Mapping[str, Any] | None]) -> Run[R_co]:
-        """Return the same run with the results of these methods only, in this order.
+        """Return this run with only the results of the given methods, in their order.
 
         Args:
             methods: `RopeMethod.to_dict` of each method, or None for the model as loaded.
@@ -241,7 +247,7 @@ class Run(Generic[R_co]):
     # --- tables, pictures and data ------------------------------------------------------------------------------------
 
     def table(self, *, detailed: bool = False) -> Table | None:
-        """Return the results as a table of rich; None where no result is complete.
+        """Return the results as a table (of the package rich); None if no result is complete.
 
         Args:
             detailed: add what the HTML page shows as well, such as 95% confidence intervals.
@@ -257,7 +263,7 @@ class Run(Generic[R_co]):
         return chart if chart is not None and chart.svg() else None
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draw the results, as the PNG in a run's folder shows them.
+        """Draw the results with matplotlib, as in the PNG file in the run's folder.
 
         Args:
             path: a PNG file to write; default: none.
@@ -277,11 +283,11 @@ class Run(Generic[R_co]):
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns of `rows`, in order."""
+        """The names of the columns of results.csv, in order."""
         return ["method", *self.kind.columns, "extended_length", "beyond_extended_length", "parameters"]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of results.csv: for each result its values by column."""
+        """Return the rows of results.csv: a dict for each result, with its values by column name."""
         rows = []
         for result, values in zip(self.results, self.kind.rows(self), strict=True):
             row: dict[str, Any] = {"method": self.names[result.key]}
@@ -305,7 +311,7 @@ class Run(Generic[R_co]):
         return DataFrame(self.rows(), columns=self.columns)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of results.json: settings, conclusion and results, JSON-ready."""
+        """Return the content of results.json: settings, conclusion and results, as JSON values."""
         results = []
         for result in self.results:
             extended = {"extended_length": self.extended_lengths[result.key], "beyond": self.beyond(result)}

@@ -1,4 +1,4 @@
-"""A run as a YAML file: the question, the model with its revision, the methods, and the versions of the packages.
+"""A run as a YAML file: the options of the command, the model with its revision, and the versions of the packages.
 
     run: ppl
     model: reference
@@ -8,8 +8,8 @@
     format: 1
 
 Every run leaves such a file beside its results, and `rope-ext run FILE` repeats it. The keys are the options of the
-command, which are the fields of its questions (`rope_ext_hf.questions`); nothing here knows about kinds of runs. A file
-may hold several runs, one after the other, with a line `---` between them.
+command, which are the fields of the dataclasses that hold its arguments (`rope_ext_hf.questions`). This module does not
+depend on any kind of run. A file may hold several runs, one after the other, with a line `---` between them.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _HEAD = "# To repeat this run: rope-ext run FILE. Its options override, e.g. --o
 
 @dataclass(frozen=True)
 class RunFile:
-    """One run, as it was asked for.
+    """The content of a run file: the command, model and options of one run, as the user gave them.
 
     Attributes:
         command: the command of `rope-ext` that makes the run.
         model: a folder, a Hub id or "reference"; a dict with the key `IN_MEMORY` where no file can name the model.
-        options: everything else that was asked for, by the names of the fields of the questions.
-        versions: the versions of the packages that measured it.
-        lines: the line of each key in the file `source`.
+        options: all other options, by their names in Python.
+        versions: the versions of the packages that the run was measured with.
+        lines: the line number of each key in the file `source`.
         source: the file that this run was read from; None: it was not read from a file.
     """
 
@@ -80,7 +80,7 @@ class RunFile:
 
         Args:
             folder: the run's folder.
-            beside_others: keep the other runs of a file that is there and can be read.
+            beside_others: keep the other runs in a run.yaml that exists and can be read.
         """
         others: list[RunFile] = []
         if beside_others and (folder / RUN_FILE).exists():
@@ -92,11 +92,11 @@ class RunFile:
 
     @property
     def request(self) -> str:
-        """The text without the versions, which is equal for two runs that ask for the same."""
+        """The text without package versions; it is equal for two runs with the same command, model and options."""
         return replace(self, versions={}).text()
 
     def mistake(self, key: str, text: str) -> FileError:
-        """Return an error that names the file and the line of a key."""
+        """Return an error with a message that names the file, and the line on which a key stands."""
         return _mistake(self.source or Path(RUN_FILE), self.lines.get(key, 1), text)
 
 
@@ -107,13 +107,13 @@ def run_file(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> RunFile:
-    """Return the file of a run.
+    """Return the run file for a measurement: its command, model and options.
 
     Args:
-        question: what the run answers.
+        question: the arguments of the measurement, such as `Perplexity`.
         model: a folder or Hub id; or a model in memory, which is named by its folder or Hub id if that holds the same
             patch.
-        *others: what else the command was given: methods, how the model is loaded.
+        *others: further groups of arguments: the methods, and how the model is loaded.
         tokenizer: the tokenizer, if it is not the model's own.
         **options: further options by name; None is left out.
     """
@@ -133,7 +133,7 @@ def run_file(
 
 
 def _stated(question: Question) -> dict[str, Any]:
-    """Return the fields of a question as YAML holds them.
+    """Return the fields of a question (the dataclass with a command's arguments) as values for YAML.
 
     A field that is None is left out, unless leaving it out means something else on the command line.
     """
@@ -152,7 +152,7 @@ def _stated(question: Question) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as YAML can hold it: methods as dicts, tuples as lists, other objects as their text."""
+    """Return a value in a form for YAML: methods become dicts, tuples become lists, other objects become text."""
     if isinstance(value, RopeMethod):
         return _plain(value.to_dict())
     if isinstance(value, Mapping):
@@ -163,9 +163,9 @@ def _plain(value: Any) -> Any:
 
 
 def _name_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Any:
-    """Return the name of a model in memory, if a folder or the Hub holds it with its patch.
+    """Return the folder or Hub id of a model in memory, if what is stored there has the same patch.
 
-    Otherwise, return a dict that says why no name stands for it, under the key `IN_MEMORY`.
+    Otherwise, return a dict with the reason why no folder can stand for the model, under the key `IN_MEMORY`.
     """
     name = model.name_or_path
     if not name:
@@ -185,7 +185,7 @@ def _name_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def how_to_repeat(folder: Path) -> tuple[str, str]:
-    """Return the command that repeats the runs of a folder, and the text of its run.yaml; empty where it has none."""
+    """Return the command that repeats the runs in a folder, and the text of its run.yaml; empty if it has none."""
     path = folder / RUN_FILE
     try:
         return shell_line(["run", str(path)]), "---\n".join([file.text() for file in read_run_files(path)])
@@ -194,9 +194,9 @@ def how_to_repeat(folder: Path) -> tuple[str, str]:
 
 
 def read_run_files(path: str | Path) -> list[RunFile]:
-    """Return the runs of a file, or of the run.yaml in a folder.
+    """Return the runs that a run file describes, or the run.yaml in a folder.
 
-    The values of the keys are not checked; the command does that.
+    The values of the keys are not checked here, but by the command that repeats the run.
 
     Raises:
         FileError: the file cannot be read, or is not a run file; the message names the line.
@@ -214,7 +214,7 @@ def read_run_files(path: str | Path) -> list[RunFile]:
 
 
 def _read(node: Any, path: Path) -> RunFile:
-    """Return the run of one YAML document; FileError names the line of a mistake."""
+    """Return the run that one YAML document describes; a FileError names the line of a mistake."""
     if not isinstance(node, yaml.MappingNode):
         line = node.start_mark.line + 1 if node is not None else 1
         raise _mistake(path, line, "a run file has a key and a value in each line, e.g. 'run: ppl'")
@@ -248,7 +248,7 @@ def _read(node: Any, path: Path) -> RunFile:
 
 
 def _with_methods(value: Any) -> Any:
-    """Return a value in which every method that `_plain` wrote as a dict is a method again."""
+    """Convert the dicts that stand for methods inside a value, which `_plain` wrote, back to methods."""
     if isinstance(value, list):
         return [_with_methods(item) for item in value]
     if isinstance(value, dict) and "method" in value:
@@ -257,5 +257,5 @@ def _with_methods(value: Any) -> Any:
 
 
 def _mistake(path: Path, line: int, text: str) -> FileError:
-    """Return an error that names the file and the line."""
+    """Return an error with a message that names the file and the line of a mistake."""
     return FileError(f"{str(path)!r}, line {line}: {text}")

@@ -1,11 +1,12 @@
-"""The loop of every measurement, over methods, items and cells: in memory, or in a run's folder.
+"""The loop that carries out every measurement, over methods, items and cells: in memory, or in a run's folder.
 
     plan = RunPlan(measurement, "stdlib", methods=(None, Yarn(factor=8.0)))
     run = carry_out(model, plan, out="rope-ext-results")
 
-A run's folder is named after everything that its numbers depend on (see `identity.py`). Each value is a line of the
-folder's journal, on disk before progress is reported; the same call continues after the last whole line. Tables,
-pictures and pages are made from what the folder holds.
+An item is a document or a prompt; a cell is a context length, alone or with a depth or task. A run's folder is named
+after everything that its numbers depend on (see `identity.py`). Each value is a line of the folder's journal, on disk
+before progress is reported; the same call continues after the last whole line. Tables, pictures and pages are made from
+what the folder holds.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """A listener whose methods a run calls while it goes on; subclasses show what they like.
+    """Base class for listeners: a run calls these methods as it goes on, and subclasses show its progress.
 
     Args:
         call: called with the method's label and the number of tokens read, after each pass; default: nothing is called.
@@ -53,27 +54,30 @@ class Progress:
 
     @classmethod
     def of(cls, progress: Progress | Callable[[str, int], object] | bool | None) -> Progress:
-        """Return the listener for an argument of `measure`: a listener, a function, True for a bar of tqdm, or None."""
+        """Return a listener for what a caller passed as `progress`.
+
+        That is a listener already, a function, True for a tqdm bar, or None to show nothing.
+        """
         if isinstance(progress, Progress):
             return progress
         return _TqdmProgress() if progress is True else Progress(progress or None)
 
     def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
-        """Note that the run begins, before anything is read."""
+        """Take note that the run begins; nothing has been read yet."""
 
     def started(self, folder: Path, done: int, units: int) -> None:
-        """Note that the run's folder exists; it holds `done` of the `units` values that this process measures."""
+        """Take note that the run's folder exists, with `done` of the `units` values that this process measures."""
 
     def reading(self, how: str) -> None:
-        """Note that the first pass follows; `how` says how the text is read, as `TokenScorer.reading` has it."""
+        """Take note that the first pass follows; `how` is the text of `TokenScorer.reading`, about how it reads."""
 
     def passed(self, method: str, tokens: int) -> None:
-        """Note a pass, with the method's label and the number of tokens that were read."""
+        """Take note of one pass through the model; `method` is the label of the method, `tokens` the number it read."""
         if self._call is not None:
             self._call(method, tokens)
 
     def close(self) -> None:
-        """Note that the run is complete, or has failed."""
+        """Take note that the run is complete, or has failed."""
 
 
 class _TqdmProgress(Progress):
@@ -98,18 +102,19 @@ class _TqdmProgress(Progress):
 
 
 class _Job:
-    """A plan that is carried out on a model.
+    """A plan together with the model on which it is carried out.
 
     Attributes:
-        model, plan: the model, and what is measured.
-        loaded: `RopeMethod.to_dict` of the method that the model is patched with, if the model as it is is measured;
-            else None.
-        basis: what the methods are applied to.
-        methods: by key, in the order in which they are measured: each method (None is the model as it is), and the dict
-            that results have of it.
+        model, plan: the model, and the plan for the measurement.
+        loaded: `RopeMethod.to_dict` for the method that the model is patched with already, if the plan also measures
+            the model as it is; else None.
+        basis: the state of the model that the methods are applied to.
+        methods: the methods by key, in the order in which they are measured. Each is a pair: the method (None: the
+            model as it is), and the dict that stands for it in results.
 
     Raises:
-        MethodError: the method that the model is patched with would be measured twice, on different bases.
+        MethodError: the method that the model is patched with would be measured twice, on two different states of the
+            model.
     """
 
     def __init__(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
@@ -132,9 +137,9 @@ class _Job:
             )
 
     def settings(self, *, in_folder: bool) -> dict[str, Any]:
-        """Return the settings of the run: what is read, how and where; in a folder also the model's identity.
+        """Return the settings of the run: what is read, how and where. In a folder, they also identify the model.
 
-        The identity is left out of runs in memory, because its digest reads all weights.
+        Runs in memory do without the identity, because its digest needs to read all weights.
         """
         measurement = self.plan.measurement
         contents = measurement.contents
@@ -161,7 +166,7 @@ class _Job:
         return settings | {"context_length": self.basis.rotary.context_length}
 
     def scorer(self) -> TokenScorer:
-        """Return what reads the tokens."""
+        """Return the object that reads tokens through the model and scores them."""
         plan = self.plan
         longest = max(plan.measurement.passes, default=1)
         options: dict[str, Any] = {"chunk": plan.chunk, "offload_cache": plan.offload_cache, "longest": longest}
@@ -176,12 +181,12 @@ class _Job:
         write: Callable[[journal.Record], object],
         progress: Progress,
     ) -> None:
-        """Score items with every method.
+        """Score documents or prompts with every method.
 
         Args:
             scorer: reads the tokens.
-            items: indices of the items.
-            done: the values that are left out: key of the method, index of the item, cell.
+            items: indices of the documents or prompts.
+            done: the values that are known already and left out: key of the method, index of the item, cell.
             write: called with each value.
             progress: called after each pass.
         """
@@ -197,7 +202,7 @@ class _Job:
                             write(journal.Record(saved, item, cell, value, cost))
 
     def _applied(self, method: RopeMethod | None) -> AbstractContextManager[Any]:
-        """Patch the model with a method while inside, unless it has the method already, on the same basis."""
+        """Patch the model with a method inside the `with` block, unless the model already has it in the same place."""
         specs = present_specs(self.model)
         is_present = bool(specs) and method == specs[-1].method and self.basis == Basis.from_specs(specs)
         if method is None or is_present:
@@ -221,11 +226,11 @@ def carry_out(
 
     Args:
         model: measured in eval mode; afterwards its modules have the modes that they had before.
-        plan: what is measured.
+        plan: the measurement and its methods.
         out: the folder in which the run's folder is created; None: no files.
         workers: the processes that share the run; default: this one alone.
         progress: called while the run goes on; default: nothing is shown.
-        file: the question, which the run's folder keeps as run.yaml.
+        file: the description of this run that its folder keeps as run.yaml.
 
     Returns:
         The run, with the results of these methods.
@@ -273,12 +278,12 @@ def carry_out(
 
 
 def _in_unit(run: Run[Any], plan: RunPlan[Any]) -> Run[Any]:
-    """Return the run in the unit of its plan."""
+    """Return the run, shown in the unit that its plan names."""
     return run if plan.unit is None else run.in_unit(plan.unit)
 
 
 def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress) -> None:
-    """Measure the values of this process's items that a run's folder does not hold yet."""
+    """Measure those of this process's items whose values are not in the run's folder yet, and add them."""
     measurement, chunk_is_fixed = job.plan.measurement, job.plan.chunk is not None
     records = journal.read_records(folder, measurement.contents, run_kind(measurement.kind).parse)
     done = {(method_key(record.method), record.item, record.cell) for record in records}
@@ -308,7 +313,7 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Write run.json; where it exists, check that it describes this run. FileError: it does not."""
+    """Write run.json; if it exists, raise FileError unless it describes this run."""
     path = folder / SETTINGS
     if os.path.lexists(path):
         try:
@@ -321,7 +326,7 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _key(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that the numbers depend on: all but where the model was loaded from."""
+    """Return those settings that the numbers depend on: all but the place from which the model was loaded."""
     return {name: value for name, value in settings.items() if name != "model"}
 
 
@@ -337,7 +342,7 @@ _WORDS = {
 
 
 def _in_words(settings: dict[str, Any], job: _Job) -> dict[str, str]:
-    """Return what all processes of a run must have in common, by what messages call it; long values as digests."""
+    """Return what all processes of a run must have in common, by its name in messages; long values become digests."""
     values: dict[str, list[Any]] = {}
     for name, value in _key(settings).items():
         values.setdefault(_WORDS.get(name, name), []).append(value)
@@ -347,6 +352,6 @@ def _in_words(settings: dict[str, Any], job: _Job) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    """Return a value as text; a long one as its digest."""
+    """Return a value as text; if the text is long, return its digest instead."""
     text = json.dumps(value, sort_keys=True)
     return text.strip('"') if len(text) < 40 else json_digest(value)

@@ -23,7 +23,7 @@ class Estimate(NamedTuple):
     """A mean over items, or a mean difference, with its confidence interval.
 
     Attributes:
-        value: the mean; not finite where the value of an item is not.
+        value: the mean; it is not finite if the value of any item is not.
         low, high: the ends of the interval; None with fewer than `FEWEST` items, and where the value is not finite.
         items: the number of items.
     """
@@ -40,7 +40,7 @@ class Estimate(NamedTuple):
         return f"{number(self.value)} ({number(self.low)} to {number(self.high)})"
 
     def negated(self) -> Estimate:
-        """Return the estimate of the opposite difference."""
+        """Return the estimate for the difference in the opposite direction, with its sign changed."""
         low, high = [None if end is None else -end for end in (self.high, self.low)]
         return Estimate(-self.value, low, high, self.items)
 
@@ -52,15 +52,15 @@ class Estimate(NamedTuple):
 
 
 def estimate(sums: Sequence[float], weights: Sequence[float] | None = None, *, level: float = LEVEL) -> Estimate:
-    """Estimate the mean of items, or of paired differences, with Student's t interval.
+    """Estimate the mean over items, or over paired differences, with Student's t interval.
 
     The mean is a ratio of two totals, `sum(sums) / sum(weights)`: nats per token, for example. Its standard error is
-    the usual one of a ratio; with equal weights, it is the standard error of the mean.
+    the usual one for a ratio estimate; with equal weights, it is the standard error of the mean.
 
     Source: Cochran, Sampling Techniques (3rd edition, 1977), section 2.11.
 
     Args:
-        sums: total of each item, such as its loss in nats.
+        sums: the total for each item, such as its loss in nats.
         weights: what each total is divided by, such as the item's tokens; default: 1 each. Items of weight 0 are
             ignored.
         level: confidence level of the interval.
@@ -94,7 +94,7 @@ def estimate_share(shares: Sequence[float], *, level: float = LEVEL) -> Estimate
 
 @cache
 def _wilson(right: int, items: int, level: float) -> tuple[float, float]:
-    """Return the ends of Wilson's interval of the share of right answers."""
+    """Return both ends of Wilson's interval for a share: `right` right answers among `items`."""
     from scipy.stats import binomtest  # imported here because scipy takes a second to load
 
     ends = binomtest(right, items).proportion_ci(level, method="wilson")
@@ -128,7 +128,10 @@ def estimate_share_change(ones: Sequence[float], others: Sequence[float]) -> Est
     correlation = _correlation(both, sum(ones) - both, sum(others) - both, items)
 
     def joined(one: float, other: float) -> float:
-        """Return the distance of an end of the interval from the difference, from those of the two shares."""
+        """Return the distance from the difference to one end of its interval.
+
+        `one` and `other` are the distances from each of the two shares to an end of its own interval.
+        """
         return math.sqrt(max(0.0, one * one - 2 * correlation * one * other + other * other))
 
     below = joined(first.value - first.low, second.high - second.value)
@@ -153,7 +156,7 @@ def _correlation(both: float, first: float, second: float, items: int) -> float:
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean of values."""
+    """Return the standard error of the mean of some values."""
     from scipy.stats import sem
 
     return float(sem(values))

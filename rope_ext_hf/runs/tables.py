@@ -23,7 +23,7 @@ BEST_NOTE = "* best, or no significant difference from the best"
 
 
 def results_table(title: str, caption: str, *heads: str) -> Table:
-    """Return an empty table with these column heads; the first column is aligned left, the others right."""
+    """Return an empty table with the given column heads; the first column is aligned left, the others right."""
     table = Table(title=Text(title), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
     for index, head in enumerate(heads):
         first = index == 0
@@ -32,10 +32,10 @@ def results_table(title: str, caption: str, *heads: str) -> Table:
 
 
 def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:
-    """Return an empty table with these column heads, and then a column for each context length of the run.
+    """Return an empty table with the given column heads, followed by a column for each context length of the run.
 
-    The head of such a column has the length in tokens and in context lengths of the model. The caption gets a line that
-    explains the dagger, where a result has it.
+    The head of such a column has the length in tokens, and as a multiple of the model's context length. If a result is
+    marked with a dagger (see `beyond_mark`), the caption explains it.
     """
     if _any_beyond(run):
         caption += f"\n{BEYOND_NOTE}"
@@ -46,14 +46,14 @@ def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:
 def two_column_table(
     run: Run[Any], title: str, caption: str, second: str, text: Callable[[float], str], cell: Callable[[Any], Text]
 ) -> Table:
-    """Return a table with a row for each method and each value of a further attribute, and a column per length.
+    """Return a table with a row for each method and each value of one more attribute, and a column for each length.
 
     Args:
         run: the run with the results.
-        title, caption: above and below the table.
-        second: the attribute of the results that is the second column, such as "depth".
+        title, caption: the texts above and below the table.
+        second: the attribute of the results that the second column shows, such as "depth".
         text: makes the text of the second column from its value.
-        cell: makes the text of a result.
+        cell: makes the text for the cell of one result.
     """
     view = length_table(run, title, caption, "method", second)
     for name, results in run.by_label.items():
@@ -67,12 +67,15 @@ def two_column_table(
 
 
 def beyond_mark(run: Run[Any], result: Any) -> str:
-    """Return the dagger of a result; a blank where another result of the run has it, so that numbers are aligned."""
+    """Return the mark after a result: a dagger if its input is longer than its method was set for.
+
+    A result without the dagger gets a blank where another result of the run has it, so that numbers are aligned.
+    """
     if run.beyond(result):
         return BEYOND
     return " " if _any_beyond(run) else ""
 
 
 def _any_beyond(run: Run[Any]) -> bool:
-    """Return whether any result of a run is of a length beyond the one that its method was set for."""
+    """Return whether any result in a run is for a length beyond the one that its method was set for."""
     return any(run.beyond(result) for result in run.results)

@@ -3,7 +3,7 @@
     >>> str(verdict(Estimate(-0.2, -0.25, -0.15, 9), unit="nats per token"))
     'lower by 0.200 (0.150 to 0.250) nats per token'
 
-`outcomes` judges the change; `conclusions` has the sentences about several methods.
+The module `outcomes` judges the change, and `conclusions` makes the sentences about several methods.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rope_ext_hf.runs.statistics import Estimate
 
 @dataclass(frozen=True)
 class Verdict:
-    """A judged change.
+    """The judgement on a change of a measured value, such as a loss, and its wording.
 
     Attributes:
         outcome: how the first value compares with the second.
         change: the first value minus the second; None: one of the two was not measured.
-        text: what completes a sentence that begins with "the loss is".
+        text: words that complete a sentence such as "the loss is ...".
     """
 
     outcome: Outcome
@@ -53,9 +53,10 @@ def verdict(
         unit: the unit of the written change.
         higher_is_better: true for shares of right answers, false for losses.
         than: the change at which better turns into worse.
-        item: what the interval is over, in the singular.
-        scale: what the change is multiplied by before it is written, such as 100 for percentage points.
-        perplexity: the change is in nats, and is written in percent of the perplexity, with one digit after the point.
+        item: the noun for one of the items that the interval is over, in the singular.
+        scale: the factor that the change is multiplied by before it is written, such as 100 for percentage points.
+        perplexity: true if the change is in nats and is to be written in percent of the perplexity, with one digit
+            after the point.
         digits: digits after the point.
     """
     outcome = outcome_of_change(change, higher_is_better=higher_is_better, than=than)
@@ -65,7 +66,10 @@ def verdict(
         unit, digits = "percent", 1
 
     def written(nats: float) -> float:
-        """Return a change in the unit of the sentence."""
+        """Return a change as the number that the text shows.
+
+        That is the change in percent of the perplexity for a change in nats, or else the change times `scale`.
+        """
         return 100 * (exponential(nats) - 1) if perplexity else scale * nats
 
     value = written(change.value)

@@ -63,10 +63,10 @@ class _Meeting:
         self._thread.start()
 
     def exchange(self, basis: Mapping[str, str]) -> None:
-        """Wait for all processes, and check that all have the same values.
+        """Wait for all processes, and check that all of them have the same values.
 
         Args:
-            basis: values by what a message calls them.
+            basis: the values to compare, by the names that messages use for them.
 
         Raises:
             MethodError: the processes have different values.
@@ -93,7 +93,10 @@ class _Meeting:
             raise RopeExtError(self._fault)
 
     def fault_behind(self, error: BaseException) -> str | None:
-        """Return the message about another process that has ended, if an error may follow from that; else None."""
+        """Return the message about another process that has ended, if that may be the cause of `error`; else None.
+
+        If `error` is about a lost connection, wait until the process that closed it is known.
+        """
         causes = [error]
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)
@@ -103,7 +106,7 @@ class _Meeting:
         return self._fault
 
     def leave(self, error: BaseException | None) -> None:
-        """Tell the others that this process needs them no more.
+        """Tell the other processes that they need not wait for this one any more.
 
         Args:
             error: the error that ends this process, and then the others; None: it has finished its work.
@@ -133,14 +136,14 @@ class _Meeting:
 
     @staticmethod
     def _last_sign(store: Any, rank: int) -> bytes:
-        """Return the last sign of life of a process, `_LEFT` once it has left; empty before the first."""
+        """Return the last sign of life from a process: `_LEFT` after it has left, empty before its first sign."""
         key = f"alive/{rank}"
         return bytes(store.get(key)) if store.check([key]) else b""
 
     def _watch(self) -> None:
         """Write signs of life and read those of the others, until this process leaves or another one has ended.
 
-        If another process has ended and this one does not leave in time, this one is ended.
+        If another process has ended and this one does not leave in time, the thread ends this process.
         """
         seen = dict.fromkeys(self._others, (b"", time.monotonic()))
         beat, fault = 0, None
@@ -164,10 +167,11 @@ class _Meeting:
             os._exit(2)
 
     def _ended(self, seen: dict[int, tuple[bytes, float]]) -> str | None:
-        """Return the message about a process that has ended; None: none has.
+        """Return the message about a process that has ended; None if all are alive.
 
         Args:
-            seen: by process, its last sign of life and the time at which that was read first; updated here.
+            seen: for each process, its last sign of life and the time at which this process first read it; updated
+                here.
         """
         if self._watched.check(["failed"]):
             return bytes(self._watched.get("failed")).decode()
@@ -186,7 +190,7 @@ class _Meeting:
 
 
 def tell_others(error: BaseException) -> None:
-    """End the other processes of a launcher if this one has failed before it connected to them."""
+    """If this process fails before it has connected to the others, connect and make the others end, too."""
     if not _Meeting.met and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         with suppress(RopeExtError, ValueError):
             _Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).leave(error)
@@ -200,7 +204,7 @@ def _connect() -> Any:
 
 
 def _unlike(name: str, first: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return the name of a difference, with both values in parentheses where they are short."""
+    """Return the name of a value in which two processes differ, with both values in parentheses if they are short."""
     values = first.get(name, "none"), other.get(name, "none")
     if max(map(len, values)) >= 40:  # digests, which nobody can read
         return name
@@ -252,7 +256,7 @@ class Workers:
 
     @contextmanager
     def in_step(self, *, leave: bool = True) -> Iterator[None]:
-        """End all processes if this one fails while inside, and this one if another fails.
+        """Inside the `with` block, end all other processes if this one fails, and this one if another fails.
 
         Args:
             leave: at the end, tell the others that this process needs them no more.
@@ -275,7 +279,7 @@ class Workers:
             self.meeting.leave(None)
 
     def agree(self, basis: Mapping[str, str] | None = None) -> None:
-        """Wait for all processes, and check that all have the same values, by name; MethodError: they do not."""
+        """Wait for all processes, and raise MethodError unless all have the same values; `basis` has them by name."""
         if self.meeting is not None:
             self.meeting.exchange(basis or {})
 
@@ -285,5 +289,5 @@ class Workers:
             self.meeting.check()
 
     def share(self, items: int) -> range:
-        """Return the indices of the items that this process measures, out of so many."""
+        """Return the indices of the items that this process measures; `items` is the number of all items."""
         return range(self.rank, items, self.count)

@@ -20,7 +20,7 @@ _MEMORY = "Every generated token reads the keys and values of its input once. We
 
 @dataclass(frozen=True)
 class CacheMemory:
-    """The memory that the keys and values of inputs take."""
+    """The memory that keys and values take for a number of inputs of one length, in one dtype."""
 
     dtype: str  # "float32", "bfloat16" (and float16) or "8 bits"
     batch: int  # the number of inputs at a time
@@ -30,7 +30,7 @@ class CacheMemory:
 
 @dataclass(frozen=True)
 class MethodAdvice:
-    """The advice on one method, for a model and a length."""
+    """The advice on one method for one model and target length: whether it helped, its price, and its engines."""
 
     method: str
     kind: str  # "static", "length-dependent", "remapping" or "trained"
@@ -46,13 +46,13 @@ class MethodAdvice:
 
     @property
     def rises(self) -> str:
-        """The rise on every measured model in order, as text; a dash: the method was not measured on it."""
+        """The rise of the loss on each measured model, in order, as text; a dash if it was not measured on a model."""
         return signed(self.measured)
 
 
 @dataclass(frozen=True, repr=False)
 class Advice(ShownAsTables):
-    """The way of a model to a length: a recommendation, and everything that it follows from.
+    """The advice on extending a model to a length: a recommendation, and everything that it follows from.
 
     As text it is the recommendation in at most 25 lines of 80 columns; `full_text` has everything.
 
@@ -61,16 +61,17 @@ class Advice(ShownAsTables):
         target_length: the length to reach, in tokens.
         original_length: the length in tokens that RoPE without any scaling is for.
         context_length, context_rule: the length in tokens that the model is for, and the rule that gave it.
-        extended_by: the scalings and patches that it has already, the last one first.
+        extended_by: the scalings and patches that the model has already, the last one first.
         factor: the target length divided by the context length.
-        methods: the advice on every method, those first that helped a measured model; empty: no method is needed.
-        choices: the candidates, by purpose; they are not ranked.
+        methods: the advice on every method, beginning with those that helped a measured model; empty: no method is
+            needed.
+        choices: for each purpose, the names of the methods to choose from; they are not ranked.
         served: the method that is advised for each engine; "": the model as it is.
         memory: the memory of keys and values, at the context length and at the target length.
         commands: the commands to run next, by their goal in words.
         notes: further remarks, in sentences.
-        reported: the results that papers report of the methods that helped: on models of this type, or on all models if
-            there are none on these.
+        reported: the results that papers report for the methods that helped, on models of this type, or else on any
+            models.
         on_gpus: what fits on the GPUs of a server, at the target length; None: no GPUs were stated.
         purpose: the purpose that the recommendation is for, one of `GOALS`.
         recommended: the name of the method for that purpose; empty: none is needed, or none helped.
@@ -99,7 +100,7 @@ class Advice(ShownAsTables):
 
     @property
     def _lengths(self) -> Rows:
-        """The lengths, and the notes, each under a name."""
+        """The rows of a table with the lengths and the notes, each with a name."""
         return [
             ("made for", f"{self.context_length:,} tokens ({self.context_rule})"),
             *(("extended by", extension) for extension in self.extended_by or ("nothing",)),
@@ -114,7 +115,7 @@ class Advice(ShownAsTables):
 
     @property
     def _helped(self) -> Rows:
-        """The methods that helped a measured model, with their prices and gains."""
+        """The rows of a table with the methods that helped a measured model, and their prices and gains."""
         head = ("helped", "kind", "inputs within the context length", "rise at this length")
         rows = [
             (method.method, method.kind, method.short_inputs, method.rises) for method in self.methods if method.fits
@@ -136,9 +137,9 @@ class Advice(ShownAsTables):
         return self.short_text()
 
     def short_text(self, reason: str = "", closing: Sequence[str] = ()) -> str:
-        """Return the recommendation, as many notes as there is room for, the next steps, and the `closing` lines.
+        """Return the recommendation, as many notes as fit, the next steps, and the `closing` lines.
 
-        `reason` stands in place of the reason that was measured here.
+        `reason`, if given, replaces the reason from this project's measurements.
         """
         recommendation = self.recommendation(reason)
         steps = [broken_command(step) for step in self.next_steps]
@@ -146,9 +147,9 @@ class Advice(ShownAsTables):
         return "\n".join([*recommendation, *self._shown_notes(recommendation, steps, end), *steps, *end])
 
     def recommendation(self, reason: str = "") -> list[str]:
-        """Return the lines on what to take, why, what short inputs lose, and the memory that a long input takes.
+        """Return lines on the method to take, the reason, the effect on short inputs, and the memory for a long input.
 
-        `reason` stands in place of the reason that was measured here.
+        `reason`, if given, replaces the reason from this project's measurements.
         """
         need = f"{self.target_length:,} tokens, {self.factor:.3g} times as many"
         rows = [("model", f"{self.model} ({self.model_type}), for {self.context_length:,} tokens; you need {need}")]
@@ -163,7 +164,7 @@ class Advice(ShownAsTables):
         return lines
 
     def _method_rows(self, reason: str) -> list[tuple[str, str]]:
-        """Return the method to take, the reason, and the effect on short inputs, each under a name."""
+        """Return rows with a name each: the method to take, the reason, and the effect on short inputs."""
         for method in self.methods:
             if method.method == self.recommended:
                 rows = [("take", f"{method.method}, {GOALS[self.purpose]}")]
@@ -180,7 +181,7 @@ class Advice(ShownAsTables):
         return [("take", f"nothing: no method is known to help here, {GOALS[self.purpose]}{hint}")]
 
     def _shown_notes(self, *other_lines: Sequence[str]) -> list[str]:
-        """Return the lines of the notes that there is room for beside other lines, and of the number left out."""
+        """Return lines with as many notes as fit beside the other lines, and with the number of notes left out."""
         room = _MOST_LINES - sum(text.count("\n") + 1 for lines in other_lines for text in lines)
         notes = [*([] if self.on_gpus is None else self.on_gpus.sentences), *self.notes]
         shown: list[str] = []
@@ -195,7 +196,7 @@ class Advice(ShownAsTables):
         return shown
 
     def _short_inputs(self, method: MethodAdvice) -> str:
-        """Return a clause on the output for inputs within the context length."""
+        """Return a clause on how a method changes the output for inputs within the context length."""
         if method.short_inputs == "the same":
             return f"inputs within {self.context_length:,} tokens give the same output as the unpatched model"
         if method.short_inputs.startswith("the same up to "):
@@ -205,7 +206,7 @@ class Advice(ShownAsTables):
         return f"inputs within {self.context_length:,} tokens {effect}"
 
     def full_text(self) -> str:
-        """Return everything that is known: all methods, what was measured and reported of them, engines, commands."""
+        """Return the whole advice as text: all methods, measurements, reported results, engines and commands."""
         lines = [f"{self.model} ({self.model_type})"]
         lines += [wrapped(text, f"  {name:<16}") for name, text in self._lengths]
         if not self.methods:
@@ -226,7 +227,10 @@ class Advice(ShownAsTables):
         return "\n".join([*lines, *self._serving()])
 
     def _serving(self) -> list[str]:
-        """Return one command for all engines that serve the model alike; it prints the engine's command and files."""
+        """Return lines with the commands that print how engines serve the model.
+
+        Engines that serve it alike share a command: it is shown for one of them, and the others are listed below.
+        """
         engines_by_command: dict[str, list[str]] = {}
         for goal, commands in self.commands.items():
             if goal.startswith(_SERVE):
@@ -242,7 +246,7 @@ class Advice(ShownAsTables):
         return lines
 
     def _measured(self) -> list[str]:
-        """Return what was measured of the methods that helped, when to take each, and why the others are not shown."""
+        """Return lines on the methods that helped: measurements, when to take each, and why others are missing."""
         lines = ["Measured here, without training, on small models:"]
         lines += [wrapped(f"the {model}", "  ", "    ") for model in measured_models()]
         lines.append(
@@ -271,7 +275,7 @@ class Advice(ShownAsTables):
         return lines
 
     def _served(self) -> list[str]:
-        """Return how engines serve the methods that helped, and why some refuse the method that is advised."""
+        """Return lines on how engines serve the methods that helped, and why some refuse the recommended one."""
         methods_by_ways: dict[str, list[str]] = {}
         for method in self.methods:
             if not (method.fits and method.engines):
@@ -294,12 +298,12 @@ class Advice(ShownAsTables):
 
 
 def _lines_by_group(groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a line for each text, with the names that it applies to in front."""
+    """Return a line "NAMES: TEXT" for each text; `groups` has, for each text, the names that it applies to."""
     return [wrapped(f"{', '.join(names)}: {text}", "  ", "    ") for text, names in groups.items()]
 
 
 def signed(by_model: Mapping[str, float]) -> str:
-    """Return the value of every measured model in order, with its sign and two decimals; a dash: there is none."""
+    """Return the values for the measured models, in order, with sign and two decimals; a dash if there is none."""
     values = [f"{by_model[model.name]:+.2f}" if model.name in by_model else "-" for model in measured_models()]
     return " / ".join(values)
 
@@ -309,7 +313,7 @@ def _size(number: int) -> str:
 
 
 def _memory_rows(memory: Iterable[CacheMemory]) -> Rows:
-    """Return the rows of a table: lengths and batches down, dtypes across."""
+    """Return the rows of a table of memory: one for each length and batch, with a column for each dtype."""
     rows: dict[tuple[int, int], dict[str, str]] = {}
     for entry in memory:
         rows.setdefault((entry.tokens, entry.batch), {})[entry.dtype] = _size(entry.bytes)

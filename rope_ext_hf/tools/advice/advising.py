@@ -50,22 +50,22 @@ def advise(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Advice:
-    """Advise on how a model gets to a length, from its config alone; no weights are read.
+    """Advise on how to extend a model to a length, from its config alone; no weights are read.
 
     Args:
         model: a model in memory, a folder, a Hub id or "reference"; or a model that `open_model` returned.
         target_length: the length in tokens.
         over, context_length: as in `patch`.
-        batches: the numbers of inputs at a time that memory is computed for.
+        batches: the batch sizes for which memory is computed.
         server: the GPUs of a server, to compute what fits there and its options.
         engines: names of the engines that the advice covers; None: all.
-        purpose: what one method is recommended for: "serve", "python" (in your own process) or "train".
+        purpose: the purpose for which one method is recommended: "serve", "python" (in your own process) or "train".
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
 
     Raises:
         MethodError: a length or a batch below 1, or one that no model has; or an unknown purpose.
-        CheckpointError: no such model.
+        CheckpointError: the model does not exist.
         UnsupportedModelError: a model without rotary embeddings, or with several.
     """
     target_length, context_length = parse_length(target_length), parse_length(context_length)
@@ -122,7 +122,7 @@ def check_purpose(purpose: str) -> None:
 
 @dataclass(frozen=True)
 class _Present:
-    """The state of a model before it is extended."""
+    """The present state of a model, before it is extended: its rotary embedding, patch and context length."""
 
     rotary: Rotary  # the rotary embedding that a method would extend
     patch: PatchSpec | None  # the patch that it carries, unless that is taken away by `over` or `context_length`
@@ -152,7 +152,7 @@ def _notes(
     choices: Mapping[str, Sequence[str]],
     target_length: int,
 ) -> tuple[str, ...]:
-    """Return sentences on what else a user should know about a model on its way to a length."""
+    """Return sentences on whatever else a user should know before extending this model to this length."""
     if methods:
         rotary, method = advisor.first_choice_for_serving(choices)
     elif present.patch is not None:
@@ -173,7 +173,7 @@ def _notes(
 
 
 def _reported(model_type: str, methods: Collection[str]) -> tuple[Reported, ...]:
-    """Return what papers report of methods: on models of this type, or on all models if there is nothing on these."""
+    """Return the results that papers report for these methods, on models of this type, or else on any models."""
     tables = [table for table in reported() if model_type in table.model_types] or reported()
     return tuple([table for table in tables if not table.values.keys().isdisjoint(methods)])
 
@@ -198,10 +198,11 @@ def _cache_memory(config: Any, lengths: Iterable[int], batches: Iterable[int]) -
 
 
 def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
-    """Return the candidates by purpose, not ranked; purposes without one are left out.
+    """Return for each purpose the methods to choose from, not ranked; a purpose without any method is left out.
 
     A candidate has helped a measured model at this length; for fine-tuning it need not have. For serving, a server must
-    run it; if none of the methods for serving has helped, the candidates are all that did and that a server runs.
+    support it; if none of the methods meant for serving has helped, the candidates are all methods that helped and that
+    a server supports.
     """
     servers = list_engines().keys() - {reference_engine().name}  # its own process says nothing about a server
     possible = [method for method in methods if method.kind]
@@ -220,10 +221,10 @@ def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
 
 @dataclass
 class _Advisor:
-    """The advice on each method, for one model on its way to one length.
+    """The part of `advise` that judges each method for one model and one target length.
 
     Attributes:
-        configs: the serving configs that engines accepted, by the names of engine and method.
+        configs: the serving configs that engines accepted, by engine and method.
         refusal: a sentence on what could not be found out; empty: everything could.
     """
 
@@ -240,14 +241,17 @@ class _Advisor:
         self.engines = [find_engine(name) for name in self.engine_names]
 
     def first_choice_for_serving(self, choices: Mapping[str, Sequence[str]]) -> tuple[Rotary, RopeMethod | None]:
-        """Return the rotary embedding and the method that the commands take; None: no candidate is for serving."""
+        """Return the rotary embedding and the method for the commands; the method is None if none is fit for serving.
+
+        `choices` has the methods to choose from, by purpose.
+        """
         if SERVING not in choices:
             return self.rotary, None
         spec = self.opened.patch_spec(choices[SERVING][0], target_length=self.target_length, **self.underneath)
         return spec.rotary, spec.method
 
     def methods(self) -> list[MethodAdvice]:
-        """Return the advice on every method that there is guidance on."""
+        """Return the advice on every method that guidance.toml has guidance for."""
         if not self.opened.can_be_tried:
             self.refusal = (
                 "It was not tried which methods `patch` refuses on this model, because no small model of its class can "
@@ -297,7 +301,7 @@ class _Advisor:
         )
 
     def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise], models: Sequence[str]) -> str:
-        """Return a clause on where a method helped at this length; `models` are the measured ones that it helped."""
+        """Return a clause on the measured models that a method helped at this length; `models` has their names."""
         if models:
             return f"helped at this length on the {' and the '.join(models)}"
         if rises:
@@ -308,7 +312,7 @@ class _Advisor:
         return reach if reach == "not measured" else f"not measured at this length; helped: {reach}"
 
     def _short_inputs(self, method: RopeMethod) -> str:
-        """Return a predicate of inputs within the context length: their outputs, or how much their loss rises."""
+        """Return a clause on inputs within the context length: unchanged outputs, or how much their loss rises."""
         kept = method.unchanged_length(self.rotary)
         if kept >= min(self.target_length, UNBOUNDED):
             return "the same"
@@ -320,7 +324,10 @@ class _Advisor:
         return f"rise by {signed({rise.model.name: rise.increase for rise in rises})}"
 
     def _engines(self, name: str, spec: PatchSpec) -> tuple[dict[str, str | None], dict[str, str]]:
-        """Return how each engine serves a patch, None if it refuses; and the reasons of those that refuse."""
+        """Return how each engine serves a patch (None: it refuses), and the reasons of the engines that refuse.
+
+        `name` is the name of the method.
+        """
         encodings: dict[str, str | None] = {}
         refusals: dict[str, str] = {}
         try:
@@ -338,7 +345,7 @@ class _Advisor:
         return encodings, refusals
 
     def served(self, methods: Sequence[MethodAdvice]) -> tuple[dict[str, str], dict[str, ServingConfig]]:
-        """Return one method that helped for each engine that serves one, and its config.
+        """Return, for each engine that serves a method that helped, the name of one such method; and their configs.
 
         Methods that are candidates for serving come first.
         """
@@ -352,9 +359,9 @@ class _Advisor:
         return served, {engine: self.configs[engine, name] for engine, name in served.items()}
 
     def served_as_it_is(self, method: str) -> tuple[dict[str, str], dict[str, ServingConfig]]:
-        """Return `method` for each engine that serves the model without a further method, and its config.
+        """Return `method` for each engine that serves the model as it is, and the serving configs of these engines.
 
-        An engine is started for the target length if it serves that, else for the length that the model is for.
+        The config is for the target length if the engine serves that length, else for the length that the model is for.
         """
         try:
             whole_length = make_target(self.opened, **self.underneath)

@@ -127,7 +127,7 @@ def _ask_whether_to_go_on(plan: Extension, *, can_ask: bool) -> None:
 
 
 def _reading(load: EvalOptions) -> dict[str, Any]:
-    """Return the options for loading and reading a model, without its revision, as `plan_extension` takes them."""
+    """Return the options for loading and reading a model, except its revision, in the form `plan_extension` takes."""
     return {name: value for name, value in load.options.items() if name not in load.version}
 
 

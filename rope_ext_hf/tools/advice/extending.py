@@ -1,4 +1,4 @@
-"""An extension: the steps from a model to a folder that an engine serves, and the verdict on the measurement."""
+"""Extending a model: the steps to a folder that an engine serves, and the verdict on whether the extension helps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CHARACTERS = 6
 
 @dataclass(frozen=True)
 class Extension:
-    """A plan: the method for a model, the lengths that are measured, and the commands of every step."""
+    """The plan for extending a model: the method, the lengths to measure, and the command for each step."""
 
     model: str
     engine: str  # by name
@@ -55,7 +55,7 @@ class Extension:
     ]  # the commands as they are typed, by name: ppl if something is measured, patch, serve-config
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan, JSON-ready; the commands are lists of words, without the program's name, under "steps"."""
+        """Return the plan as JSON values; "steps" has the commands, each a list of words without the program's name."""
         return {
             "model": self.model,
             "engine": self.engine,
@@ -72,7 +72,7 @@ class Extension:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The perplexities of one text at one length, unpatched and extended."""
+    """The perplexities of the unpatched and the extended model on one text at one length."""
 
     unpatched: float
     extended: float
@@ -94,16 +94,16 @@ def _perplexity(value: float) -> str:
 
 @dataclass(frozen=True)
 class ExtensionVerdict:
-    """The verdict on a measured extension: what inputs of the target length gain, and what short inputs lose.
+    """The verdict on an extended model that was measured: the gain on long inputs, and the loss on short ones.
 
-    Perplexities are those of the run's table. Tests are paired over documents, in nats per token.
+    Perplexities are those in the run's table. Tests are paired over documents, in nats per token.
 
     Attributes:
         method: the name of the method.
-        context_length, target_length: in tokens.
+        context_length, target_length: both lengths in tokens.
         gain: the comparison at the target length.
         short_inputs: comparisons up to the context length, by length.
-        balances: by short length, the change of the loss at that length plus the change at the target length; above 0
+        balances: for each short length, the change of the loss there plus the change at the target length; above 0,
             short inputs lose more than long ones gain.
     """
 
@@ -116,7 +116,7 @@ class ExtensionVerdict:
 
     @property
     def refusal(self) -> str:
-        """The reason why the measurement speaks against the extension, in a clause; empty: it does not."""
+        """A clause with the reason why the measurement speaks against the extension; empty if it does not."""
         target, values = f"{self.target_length:,} tokens", self.gain.values
         at = f"at {target}"
         change, outcome = self.gain.change, self.gain.outcome
@@ -161,7 +161,7 @@ class ExtensionVerdict:
 
 
 def _clause(comparison: Comparison, *, better: str, tested: bool) -> str:
-    """Return a clause on a comparison; without a test it has the values alone."""
+    """Return a clause on a comparison of perplexities; if it was not `tested`, the clause has only the two values."""
     clauses = {
         Outcome.BETTER: better,
         Outcome.WORSE: "perplexity gets worse ({})",
@@ -181,12 +181,12 @@ def plan_extension(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Extension:
-    """Choose the method by which a model is extended, and plan the steps; no weights are read.
+    """Choose the method for extending a model, and plan the steps; no weights are read.
 
     Args:
         model: a folder, a Hub id or "reference".
         question: the target length, the engine, and the options of the measurement.
-        advice: the advice of `advise` on the same question, if it is known.
+        advice: the result of `advise` for the same model and target length, if it is known.
         reading: further options of `rope-ext ppl`, such as device, by their names in Python.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
@@ -244,7 +244,7 @@ def plan_extension(
 
 
 def _published_reason(recipe: Recipe | None, method: str, target_length: int) -> str:
-    """Return a clause if the publisher of a model names the same method; else an empty text."""
+    """Return a clause saying that the publisher of a model recommends this method; empty if that is not so."""
     if recipe is None or not recipe.entry or method != recipe.entry["rope_type"]:
         return ""
     reach = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
@@ -252,12 +252,12 @@ def _published_reason(recipe: Recipe | None, method: str, target_length: int) ->
 
 
 def dry_run(model: str, target_length: int, purpose: str) -> str:
-    """Return the command that recommends a method for a purpose."""
+    """Return the command line that only recommends a method for a purpose."""
     return command_line("extend", model, target_length=target_length, purpose=purpose, dry_run=True)
 
 
 def _method_for(engine: str, advice: Advice, advise_on_all_engines: Callable[[], Advice]) -> MethodAdvice:
-    """Return the method to take for an engine: one that helped and that it serves, candidates for serving first.
+    """Return the method to take for an engine: one that helped and that the engine serves.
 
     Raises:
         MethodError: no method is needed, or none that engines serve has helped.
@@ -285,7 +285,7 @@ def _method_for(engine: str, advice: Advice, advise_on_all_engines: Callable[[],
 
 
 def carries(extension: Extension, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
-    """Return whether the folder of an extension exists already, with its patch, made from the model as it is now.
+    """Return whether the output folder exists already, with the planned patch and the files of the present model.
 
     The files of the folder are compared with those of the model, which takes as long as copying them.
 
@@ -315,13 +315,16 @@ def carries(extension: Extension, *, revision: str | None = None, trust_remote_c
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """Return the settings of a config, without the name of its folder and the version that wrote it."""
+    """Return the settings in a config, without its folder name and the version of transformers that wrote it."""
     values: dict[str, Any] = config.to_dict()
     return {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
 
 
 def judge(extension: Extension, run: Run[Any]) -> ExtensionVerdict:
-    """Return the verdict on a measured extension; `run` has the perplexity of the model, unpatched and extended."""
+    """Return the verdict on an extension after its measurement.
+
+    `run` has the perplexities of the model, unpatched and extended.
+    """
     target = extension.target_length
     unpatched = method_key(run.settings["loaded"])
     loss = next(measure for measure in run.kind.measures(run) if measure.evidence is Evidence.LOSS)

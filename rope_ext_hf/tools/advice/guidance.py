@@ -1,4 +1,4 @@
-"""Guidance on when a method is the right one, from guidance.toml, for docs/choosing.md and `rope-ext extend --dry-run`.
+"""Guidance on when to take which method, read from guidance.toml; for docs/choosing.md and `rope-ext extend`.
 
 It does not say how well a model reads with a method: that is measured (`rope_ext_hf.tools.advice.measurements`).
 """
@@ -43,7 +43,7 @@ _DECODE = {
 
 @dataclass(frozen=True)
 class Guidance:
-    """Guidance on one method, in clauses."""
+    """Guidance on one method, in clauses: its purposes, when to take it, and why decoding takes longer."""
 
     purposes: tuple[str, ...] = ()  # the purposes that it is a candidate for, of `PURPOSES`
     when: str = ""  # the condition under which to take it instead of similar methods; empty: there is none

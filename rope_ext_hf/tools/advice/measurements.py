@@ -21,7 +21,7 @@ RECOVERED = 2 / 3
 
 
 class Rise(NamedTuple):
-    """The rise of a model's loss with a method, in bits per byte."""
+    """The rise of one model's loss with a method at one length, in bits per byte, with its confidence interval."""
 
     model: _MeasuredModel
     factor: float | None  # the factor of the method; None: it was fitted to the longest length that was measured
@@ -77,7 +77,10 @@ def _measurements() -> tuple[tuple[_MeasuredModel, ...], _Index, _Index]:
 
 
 def _smallest(index: _Index, method: str, size: float) -> tuple[Rise, ...]:
-    """Return the rises of a method for the smallest measured size that is not below this one; empty: there is none."""
+    """Return the rises of a method for the smallest measured size that is at least `size`; empty if there is none.
+
+    A size is a length in context lengths, or the factor of the method.
+    """
     sizes = [measured for name, measured in index if name == method and measured >= size]
     return index[method, min(sizes)] if sizes else ()
 
@@ -88,23 +91,26 @@ def measured_models() -> tuple[_MeasuredModel, ...]:
 
 
 def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
-    """Return the rises of a method at so many context lengths, fitted to that length; empty: it was not measured."""
+    """Return the rises of the loss with a method at `scale` context lengths, fitted to that; empty if unmeasured."""
     return _smallest(_measurements()[1], method, scale)
 
 
 def rises_for_short_inputs(method: str, factor: float) -> tuple[Rise, ...]:
-    """Return the rises of a method with a factor at the context length; empty: no factor so large was measured."""
+    """Return the rises of the loss at the context length with a method and a factor; empty if unmeasured."""
     return _smallest(_measurements()[2], method, factor)
 
 
 def helped(rises: Sequence[Rise]) -> tuple[_MeasuredModel, ...]:
-    """Return the models on which a method helped: it took away `RECOVERED` of the rise of the unpatched model."""
+    """Return the models that a method helped, given its rises of their losses.
+
+    It helped if it removed at least the share `RECOVERED` of the rise of the unpatched model's loss.
+    """
     return tuple([rise.model for rise in rises if rise.increase <= (1 - RECOVERED) * rise.as_loaded])
 
 
 @cache
 def reach(method: str) -> dict[str, str]:
-    """Return the longest length up to which a method helped each model, such as "8x", or "no"; by the model's name.
+    """Return, by model name, the longest length at which a method helped the model, such as "8x", or "no".
 
     Models do not agree, and the reason is not known.
     """
@@ -134,7 +140,7 @@ def reach_text(method: str) -> str:
 
 
 def evidence(method: str, scale: float) -> str:
-    """Return a clause on what a method gained on a small model at so many context lengths; empty: it helped none."""
+    """Return a clause on the gain from a method on a small model at `scale` context lengths; empty without gain."""
     rises = rises_at(method, scale)
     rise = next((rise for rise in rises if rise.model in helped(rises)), None)
     if rise is None:
@@ -146,7 +152,7 @@ def evidence(method: str, scale: float) -> str:
 
 
 def price(method: str, factor: float) -> str:
-    """Return a predicate of inputs within the context length: how they read with a factor; empty: not measured."""
+    """Return a clause on how a factor changes inputs within the context length; empty if it was not measured."""
     rises = rises_for_short_inputs(method, factor)
     if not rises:
         return ""
@@ -163,15 +169,15 @@ def _small(model: _MeasuredModel) -> str:
 
 
 def _ratio(bits: float) -> str:
-    """Return the ratio of two perplexities as text, from the difference of their bits."""
+    """Return the ratio between two perplexities as text, from the difference of their losses in bits."""
     return f"{2**bits:.2g}"
 
 
 def _against(bits: float, value: str = "") -> str:
-    """Return a predicate of a perplexity: "rose to 1.2 times its value on short inputs".
+    """Return a clause on a rise of perplexity: "rose to 1.2 times its value on short inputs".
 
-    `bits` is the difference to the value that it is compared with; `value` names that one, unless the sentence has
-    named it before.
+    `bits` is the difference of the losses in bits; `value` names the value compared with, unless the sentence has named
+    it before.
     """
     ratio = _ratio(bits)
     if ratio == "1":

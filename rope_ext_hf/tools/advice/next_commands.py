@@ -1,4 +1,4 @@
-"""The commands that advice names, ready to type: for the recommended method, and for every goal."""
+"""The commands that an advice shows, ready to type: for the recommended method, and for every goal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SUSTAINED = 1e14
 
 @dataclass(frozen=True)
 class NextCommands:
-    """The commands for one model on its way to one length."""
+    """The commands to type for extending one model to one length."""
 
     model: Model
     target_length: int
@@ -35,7 +35,7 @@ class NextCommands:
     def next_steps(
         self, purpose: str, method: str, lengths: Sequence[int], served: Mapping[str, str]
     ) -> tuple[str, ...]:
-        """Return the lines to type with the recommended method: measure it, then use it for the purpose.
+        """Return the lines to type for the recommended method: measure it, then use it for the purpose.
 
         Args:
             purpose: "serve", "python" or "train".
@@ -74,7 +74,7 @@ class NextCommands:
         server: GPUServer | None,
         on_gpus: GPUMemory | None,
     ) -> dict[str, tuple[str, ...]]:
-        """Return the commands for every goal, in words, that a user may have.
+        """Return the commands for every goal that a user may have, by the goal in words.
 
         Args:
             served, choices, context_length, on_gpus: as in `Advice`.
@@ -142,7 +142,7 @@ class NextCommands:
         server: GPUServer | None,
         on_gpus: GPUMemory | None,
     ) -> tuple[str, ...]:
-        """Return the command that prints how an engine serves the model, and those of the engine itself."""
+        """Return the command that prints how an engine serves the model, followed by the commands of that engine."""
         name, rules = self.model.given_name, find_engine(engine)
         options: dict[str, Any] = dict(self.options)
         if method not in ("", Default.name):
@@ -162,7 +162,10 @@ class NextCommands:
         return tuple(lines)
 
     def _time(self, passes: Sequence[int]) -> str:
-        """Return a clause on the time that passes of so many tokens take on an accelerator; empty: it is not known."""
+        """Return a clause on the time that passes through the model take on an accelerator; empty if it is not known.
+
+        `passes` are the numbers of tokens of the passes.
+        """
         try:
             model = self.model.empty_model()
         except CheckpointError:  # the text half of a composite model may have no class that loads alone

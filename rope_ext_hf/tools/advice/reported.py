@@ -16,7 +16,7 @@ from rope_ext_hf.files import package_table
 
 @dataclass(frozen=True, kw_only=True)
 class Reported:
-    """One table that a paper reports, or a part of it."""
+    """A table in a paper, or a part of it: results for several methods on one benchmark."""
 
     source: str
     url: str
@@ -29,7 +29,7 @@ class Reported:
     values: dict[str, tuple[float | str, ...]]  # by method, in the order of `lengths`; text where there is no number
 
     def numbers(self, method: str) -> str:
-        """Return the values of a method as text."""
+        """Return the numbers that the paper reports for a method, as text."""
         return " / ".join(map(str, self.values[method]))
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Reported:
 
 @cache
 def reported() -> tuple[Reported, ...]:
-    """Return the tables of reported.toml."""
+    """Return all tables in reported.toml."""
     tables = []
     for saved in package_table("rope_ext_hf.tools.advice", "reported.toml")["reported"]:
         fields = dict(saved)

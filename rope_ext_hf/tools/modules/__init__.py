@@ -1,4 +1,4 @@
-"""Building blocks for models of one's own: rotary modules, attention layers, learned biases, and RoPE for encoders.
+"""Building blocks for your own models: rotary modules, attention layers, learned biases, and RoPE for encoders.
 
     from rope_ext_hf.tools import modules
     attention = modules.RotaryAttention(512, 8, rope.RotaryEmbedding("default", rotary))

@@ -29,8 +29,8 @@ class T5Bias(nn.Module):
 
     Args:
         heads: heads of the attention.
-        buckets: biases per head, at least 4. Half of them are for one distance each, the others for ranges that grow up
-            to `max_distance`; all larger distances share the last one.
+        buckets: the number of biases per head, at least 4. Half of them are for one distance each, and the others for
+            ranges of distances that get wider up to `max_distance`; all larger distances share the last one.
         max_distance: the distance in tokens from which on all share a bucket; it must be above `buckets` // 2.
         bidirectional: whether keys after the query are seen; they get half of the buckets.
 
@@ -53,7 +53,7 @@ class T5Bias(nn.Module):
         self.bias = nn.Parameter(torch.zeros(buckets, heads))
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """Return the bucket of each distance (query - key), int64; negative ones count as 0 unless bidirectional."""
+        """Return the bucket of each distance (query - key), int64; unless bidirectional, negative ones count as 0."""
         exact = self.one_way // 2
         after = (distance < 0).long() * self.one_way if self.bidirectional else 0
         distance = distance.abs() if self.bidirectional else distance.clamp(min=0)
@@ -154,10 +154,10 @@ class XPos(nn.Module):
         return scaled if x.shape[-1] == self.dim else torch.cat([scaled, x[..., self.dim :]], -1)
 
     def product(self, query: Tensor, key: Tensor, m: Tensor, n: Tensor, scale: float) -> Tensor:
-        """Return the scores of scaled queries and keys, (rows, heads, queries, keys) float32.
+        """Return the scores of queries and keys scaled by xPos: (rows, heads, queries, keys) float32.
 
-        Scales grow with the position, so they are counted from an origin near each block of keys. Counted from 0 they
-        would overflow, and a cache of scaled keys would hold numbers of any size.
+        Scales grow with the position, so positions are counted from a token near each block of keys. Counted from 0,
+        the scales would overflow.
 
         Args:
             query, key: (rows, heads or kv_heads, tokens, head_dim).

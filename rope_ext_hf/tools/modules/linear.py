@@ -51,7 +51,7 @@ class LinearAttentionState:
 
 
 class _Features(NamedTuple):
-    """Features whose products are the terms of numerator and denominator, each (batch, heads, length, features)."""
+    """Features of queries and keys; their products are the terms of linear attention's numerator and denominator."""
 
     query: Tensor
     key: Tensor
@@ -156,7 +156,7 @@ def _elu_plus_one(x: Tensor) -> Tensor:
 
 
 def _features(kernel: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> _Features:
-    """Return the kernel's features, rotated where the kernel has them rotated."""
+    """Return the features of queries and keys for a kernel, rotated by cos and sin where the kernel needs it."""
     if cos.shape != sin.shape:
         raise ValueError(f"cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     scale = (cos.square() + sin.square()).rsqrt()

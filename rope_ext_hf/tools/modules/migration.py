@@ -1,4 +1,4 @@
-"""Migration of encoders that add positions to their embeddings, learned or sinusoidal, to RoPE.
+"""Migration to RoPE for encoders that add learned or sinusoidal positions to their embeddings.
 
     model = BertForMaskedLM.from_pretrained("bert-base-uncased")
     migrated = modules.migrate_to_rope(model, target_length=1024)      # a RoFormerForMaskedLM
@@ -37,7 +37,7 @@ _SETTINGS: dict[str, list[str]] = _TABLES["settings"]
 
 
 def migrate_to_rope(model: nn.Module, *, target_length: Length | None = None) -> PreTrainedModel:
-    """Return a RoFormer with the weights of an encoder, and rotary positions in place of the added ones.
+    """Return a RoFormer with the weights of an encoder, and rotary positions in place of the added positions.
 
     The new model has all weights of the encoder except its positions and, without a head, its pooler. Until it is
     fine-tuned it performs worse than before, because its weights were not trained with rotated queries and keys.
@@ -120,7 +120,7 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _renamed(model: nn.Module, renames: dict[str, str]) -> dict[str, Tensor]:
-    """Return a model's tensors, except those that are left behind, by the names that RoFormer has for them."""
+    """Return the tensors of a model by the names that RoFormer gives them, without those that it does not have."""
     renamed = {}
     for name, tensor in model.state_dict().items():
         if not _LEFT_BEHIND.search(name):
@@ -131,7 +131,7 @@ def _renamed(model: nn.Module, renames: dict[str, str]) -> dict[str, Tensor]:
 
 
 def _load(migrated: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy weights into a model; raise where a weight has no tensor there, or a tensor gets no weight.
+    """Copy weights into a model; raise an error if a weight has no tensor there, or a tensor gets no weight.
 
     A tensor that shares its memory with one that gets a weight needs none of its own.
     """
@@ -150,7 +150,7 @@ def _load(migrated: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def _check_without_positions(model: nn.Module, positions: nn.Embedding, migrated: nn.Module) -> None:
-    """Raise UnsupportedModelError where the two models differ although neither uses its positions."""
+    """Raise UnsupportedModelError if the models differ in their outputs even with positions switched off in both."""
     tokens = min(8, positions.num_embeddings // 2)
     like = next(migrated.parameters())
     ids = torch.arange(5, 5 + tokens, device=like.device)[None] % migrated.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
@@ -176,6 +176,6 @@ def _check_without_positions(model: nn.Module, positions: nn.Embedding, migrated
 
 
 def _no_rotation(rows: Tensor) -> Tensor:
-    """Return rows [sin | cos] of position 0, in the shape of the given ones."""
+    """Return rows [sin | cos] as for position 0, which rotate nothing, in the shape of `rows`."""
     sin, cos = rows.chunk(2, -1)
     return torch.cat((torch.zeros_like(sin), torch.ones_like(cos)), -1)

@@ -1,4 +1,4 @@
-"""`RotaryAttention`: self-attention with RoPE, for models of one's own.
+"""`RotaryAttention`: self-attention with RoPE, for your own models.
 
 rotary = RotaryEmbedding("yarn", Rotary(dim=64, theta=10000.0, trained_length=4096), factor=8)
 attention = RotaryAttention(512, 8, rotary, num_kv_heads=2, qk_norm=True)
@@ -41,13 +41,13 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """Tokens read so far, padding included."""
+        """The number of tokens read so far, padding included."""
         return 0 if self.key is None else self.key.shape[1]
 
     def update(
         self, key: Tensor, value: Tensor, position_ids: Tensor, padding_mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Add tokens, in the shapes of the attributes, and return those of all tokens."""
+        """Add new tokens to the cache, and return keys, values, positions and mask for all tokens."""
         if self.key is not None and self.value is not None:
             key, value = torch.cat((self.key, key), 1), torch.cat((self.value, value), 1)
         if self.position_ids is not None and self.padding_mask is not None:

@@ -38,7 +38,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _ScoreBias(RemappingMethod):
-    """Base of the methods that keep positions and add a bias to the scores of far keys.
+    """Base class for methods that keep positions and add a bias to the attention scores of far keys.
 
     Args:
         start: the distance in tokens at which the bias begins. 0: it applies to all distances, as in a model that was
@@ -58,10 +58,10 @@ class _ScoreBias(RemappingMethod):
 
     @abstractmethod
     def bias(self, distance: Tensor, heads: int) -> Tensor:
-        """Return the bias of scores, which is 0 at distance 0.
+        """Return the bias to add to attention scores; at distance 0 it is 0.
 
         Args:
-            distance: tokens beyond `start`, (rows or 1, 1, queries, keys) float32, at least 0.
+            distance: (rows or 1, 1, queries, keys) float32, the tokens beyond `start`, at least 0.
             heads: query heads.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Training of patched models: `finetune`, and a callback, collators and loss weights for trainers of one's own."""
+"""Training of patched models: `finetune`, and a callback, collators and loss weights for your own trainers."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[RopeCallback()])
 
-A wrapper, a config file or a checkpoint may drop a scaling without an error, and then another model is trained than is
-served later.
+A wrapper, a config file or a checkpoint may silently drop a RoPE scaling. Without this check, training would go on with
+rotations that differ from those of the model that is served later.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _FILE = "rope_fingerprint.json"
 
 
 class RopeCallback(TrainerCallback):  # type: ignore[misc]
-    """A callback that stops a training whose model does not rotate as expected, and logs losses by length.
+    """A Trainer callback that stops the training if the model does not rotate as expected, and logs losses by length.
 
-    It works with transformers' and TRL's trainers. These are compared with `expected`, in every process:
+    It works with transformers' and TRL's trainers. In every process, it compares with `expected` the rotations of:
 
     - the model, when training begins, after the first step, and at every save;
     - each folder that was saved, which also gets the fingerprint as rope_fingerprint.json;
     - the checkpoint that a training continues from: `args.resume_from_checkpoint`, or the one of its step in the output
       folder.
 
-    A reference model that the trainer loaded by the name of the model is compared with the model when training begins.
-    Losses are in the trainer's log as `loss_at_4096`, in nats per token.
+    A reference model that the trainer has loaded itself, from the same name as the model, is compared with the model
+    when training begins. Losses are in the trainer's log as `loss_at_4096`, in nats per token.
 
     Args:
         expected: a `Fingerprint`, or anything that `rope.fingerprint` takes, such as a model, a folder or a config;
@@ -52,8 +52,8 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         data: the text whose loss is measured, in any form that `rope_ext_hf.eval.perplexity` takes; None: no loss is
             measured.
         lengths: context lengths to measure at, in tokens, such as 4096 or "4k"; all have the same target tokens.
-        every: steps between measurements.
-        max_spans: spans of text per length.
+        every: the number of steps between measurements.
+        max_spans: the largest number of spans (texts read at once) per length.
         tokenizer: the tokenizer of the text; default: the one beside the model's weights.
 
     Raises:
@@ -120,7 +120,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
                 self._check(saved, f"the folder {str(folder)!r}")
 
     def _check_checkpoint(self, model: Any, args: TrainingArguments, state: TrainerState) -> None:
-        """Raise FingerprintError where the checkpoint that is continued from was trained with other rotations."""
+        """Raise FingerprintError if the checkpoint to continue from was trained with other rotations."""
         if not state.global_step:
             return
         resumed = args.resume_from_checkpoint
@@ -141,14 +141,14 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
             )
 
     def _check(self, actual: Fingerprint, source: str) -> None:
-        """Raise FingerprintError where a fingerprint differs from the expected one; `source` names its origin."""
+        """Raise FingerprintError if a fingerprint differs from the expected one; `source` names its origin in words."""
         assert self.expected is not None
         differences = self.expected.differences(actual)
         if differences:
             raise FingerprintError(f"{source} does not rotate as expected: {' '.join(differences)}")
 
     def _measure(self, model: Any, state: TrainerState, kwargs: dict[str, Any]) -> None:
-        """Log the loss by length, in all processes, since each may hold only a part of the weights."""
+        """Log the loss at each length; all processes take part, since each may hold only a part of the weights."""
         if self.data is None:
             return
         tokenizer = self.tokenizer or kwargs.get("processing_class")
@@ -168,7 +168,7 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _stated_fingerprint(folder: Path) -> Fingerprint | None:
-    """Return the fingerprint of a folder's model.
+    """Return the fingerprint (a digest of the rotations) of the model that a folder holds.
 
     It is None for weights without a config, and for an adapter that does not name the folder of its model.
     """

@@ -28,7 +28,7 @@ _IGNORED = -100  # the label of a token that is not predicted, in transformers
 
 @dataclass(frozen=True)
 class _PositionCollator:
-    """A base of collators that cut rows, pad them on the right, and draw for each example; see `PoSECollator`."""
+    """Base class for collators that cut rows, pad them on the right, and draw random numbers for each example."""
 
     length: int
     target_length: int
@@ -44,8 +44,8 @@ class _PositionCollator:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return a batch: input_ids, labels, position_ids and attention_mask, each (examples, tokens) int64.
 
-        The batch has a mask even without padding. Without one, transformers takes a jump of positions for the beginning
-        of another document, and keeps the tokens behind it from attending to those before.
+        The batch has a mask even without padding. Without a mask, transformers takes a jump in the positions for the
+        beginning of another document, so that tokens after the jump could not attend to tokens before it.
         """
         rows = []
         for example in examples:
@@ -61,7 +61,7 @@ class _PositionCollator:
         return dict(zip(("input_ids", "labels", "position_ids", "attention_mask"), batch, strict=True))
 
     def place(self, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return the indices and the positions of the tokens of a document that make a row, each (row,) int64."""
+        """Return the indices of those tokens of a document that make a row, and their positions, each (row,) int64."""
         raise NotImplementedError
 
 

@@ -14,19 +14,19 @@ from rope_ext_hf.terminal import Report, text_table, wrapped
 
 @dataclass(frozen=True)
 class FinetuneReport(Report):
-    """The measurements of a fine-tuning, before and after.
+    """The result of a fine-tuning: measurements of the model before and after it.
 
-    Losses are in nats per token, of the same tokens at every length and for every model. In JSON, an estimate has its
+    Losses are in nats per token, over the same tokens at every length and for every model. In JSON, an estimate has its
     value, the ends of its interval, and the number of documents or prompts.
 
     Attributes:
-        settings: the fields of the question.
+        settings: the arguments of `finetune`, by name.
         context_length: the length that the model was made for, in tokens.
         target_length: the length that it was trained for, in tokens.
         losses: the loss, by model ("unpatched", "patched", "trained", and with a control "control" and "control,
             patched") and by length in tokens.
-        gains: the amount by which the trained model's loss is lower, by the model it is compared with and by length,
-            with its 95% confidence interval, paired by document. "unpatched at 1x" is the unpatched model at its
+        gains: the amount by which the trained model's loss is lower, with its 95% confidence interval, paired by
+            document; by the model it is compared with, and by length. "unpatched at 1x" is the unpatched model at its
             context length.
         retrieval: the share of prompts at the target length that are answered exactly, by patched model, with its
             confidence interval over prompts; empty: not measured.
@@ -47,7 +47,7 @@ class FinetuneReport(Report):
 
     @property
     def verdicts(self) -> dict[str, dict[str, Verdict]]:
-        """The comparison of the trained model's loss with that of every other model, by model and length."""
+        """Verdicts on how the trained model's loss compares with that of each other model, by model and length."""
         return {
             name: {length: verdict(gain, perplexity=True) for length, gain in by_length.items()}
             for name, by_length in self.gains.items()
@@ -55,7 +55,7 @@ class FinetuneReport(Report):
 
     @property
     def findings(self) -> str:
-        """The table of perplexities, the verdicts, the retrieval and the duration, as text."""
+        """The findings as text: the table of perplexities, the verdicts, retrieval and duration."""
         lengths = list(self.losses["trained"])
         heads = [f"{int(length):,}{BEYOND if int(length) > self.target_length else ''}" for length in lengths]
         rows = [

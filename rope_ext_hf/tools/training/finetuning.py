@@ -59,7 +59,7 @@ after its training.
 
 
 def _settings(question: Finetuning) -> dict[str, Any]:
-    """Return the settings that a run is continued with, JSON-ready where the texts are given by names."""
+    """Return the settings that a run must have in order to be continued, as JSON values if texts are given by name."""
     (method,) = question.method
     settings = question.arguments | {
         "data": corpus_name(question.data),
@@ -94,7 +94,7 @@ def finetune(
     Args:
         model: a folder, a Hub id or "reference".
         out: the folder of the run; the trained model is in its folder `model`.
-        report: called with a line of progress.
+        report: a function that is called with each line about the progress.
         progress: called during measurements, as in `rope_ext_hf.eval.measure`; True shows a tqdm bar.
         **fields: the fields of `Finetuning` (data, method, minutes or steps, and others); any other argument is a
             parameter of the method.
@@ -113,7 +113,7 @@ def finetune(
 
 
 def check_packages(question: Finetuning) -> None:
-    """Raise ImportError where a package is missing that the training needs."""
+    """Raise ImportError if a package that the training needs is not installed."""
     if not question.train_all and find_spec("peft") is None:
         raise ImportError(f"adapters need PEFT: {install_command('train')}; or train all weights (train_all)")
     if question.report_to not in ("none", *get_available_reporting_integrations()):
@@ -188,7 +188,7 @@ def training_material(question: Finetuning) -> TrainingMaterial:
 
 @dataclass
 class _FinetuningRun:
-    """A fine-tuning in its folder."""
+    """A fine-tuning that is carried out in its folder, step by step."""
 
     question: Finetuning
     material: TrainingMaterial
@@ -202,7 +202,7 @@ class _FinetuningRun:
     trained: dict[str, dict[str, Any]] = field(default_factory=dict)  # steps, seconds and losses, by model
 
     def measure(self, name: str, model: Any) -> None:
-        """Measure a model's perplexity by length, and its retrieval if the question asks for it.
+        """Measure a model's perplexity by length, and its retrieval if the settings ask for it.
 
         Raises:
             UnsupportedModelError: a loss is not a number.
@@ -233,7 +233,7 @@ class _FinetuningRun:
             self.answered[name] = [fmean(depths) for depths in zip(*exact, strict=True)]
 
     def _check_losses(self, name: str, results: list[Result]) -> None:
-        """Raise UnsupportedModelError where a loss is not a number: before the training, or because it diverged."""
+        """Raise UnsupportedModelError if a loss is not a number, before the training or because it diverged."""
         losses = torch.tensor([result.loss for result in results])
         if name in ("unpatched", "patched"):
             check_numbers(losses, self.material.short)
@@ -251,7 +251,10 @@ class _FinetuningRun:
         save_model(model, self.material.tokenizer, self.folder / "model")
 
     def train_control(self) -> None:
-        """Train the unpatched model on short rows with as many tokens, and measure it without the patch and with it."""
+        """Train the unpatched model on short rows, with as many tokens as the patched one, for comparison.
+
+        It is measured without the patch and with it.
+        """
         rows_per_long_row = round(self.material.long / self.material.short)
         model = self._train(
             "control", _load(self.question), self.material.short, self.question.batch * rows_per_long_row
@@ -260,7 +263,7 @@ class _FinetuningRun:
         self.measure("control, patched", patch(model, **self.question.arguments_of_patch))
 
     def _train(self, name: str, model: Any, length: int, batch: int) -> Any:
-        """Train a model on rows of a length, and return it with its adapters merged."""
+        """Train a model on rows of `length` tokens, and return it with its adapters merged into the weights."""
         question, material = self.question, self.material
         torch.manual_seed(question.seed)
         learner = model if question.train_all else with_adapters(model, question.rank)
@@ -324,7 +327,7 @@ class _FinetuningRun:
 
 
 def doubling(short: int, long: int) -> list[int]:
-    """Return the lengths to measure: the context length, doubled up to twice the extended length."""
+    """Return the lengths to measure: the context length `short`, doubled repeatedly up to twice the extended length."""
     lengths = [short]
     while lengths[-1] < 2 * long:
         lengths.append(min(2 * lengths[-1], 2 * long))
@@ -332,7 +335,7 @@ def doubling(short: int, long: int) -> list[int]:
 
 
 def with_adapters(model: Any, rank: int) -> Any:
-    """Return a model with LoRA adapters on all linear layers, whose norms and token embeddings are trained whole.
+    """Return a model with LoRA adapters on all linear layers; its norms and token embeddings are trained in full.
 
     Adapters alone fall short of training all weights when the context is extended: LongLoRA (Chen et al. 2023, arXiv
     2309.12307, sec. 3.3).

@@ -25,7 +25,7 @@ from rope_ext_hf.tools.training.questions import Finetuning
 
 
 class _Work(NamedTuple):
-    """An amount of reading."""
+    """An amount of computing: the number of tokens that are read, and the floating-point operations for them."""
 
     tokens: int
     flops: float
@@ -81,7 +81,7 @@ def forecast(question: Finetuning, out: Path) -> Forecast:
 
 
 def _measuring_work(question: Finetuning, material: TrainingMaterial, model: PreTrainedModel, models: int) -> _Work:
-    """Return the work of measuring so many models; the patched ones among them are also asked for retrieval."""
+    """Return the work of measuring `models` models; on the patched ones among them, retrieval is measured, too."""
     perplexity = Perplexity(
         lengths=doubling(material.short, material.long),
         targets=material.short // 2,
@@ -96,14 +96,14 @@ def _measuring_work(question: Finetuning, material: TrainingMaterial, model: Pre
 
 
 def _work_of(model: PreTrainedModel, question: LengthsQuestion, tokenizer: Any, models: int) -> _Work:
-    """Return the work of measuring one question on so many models."""
+    """Return the work of one measurement, described by `question`, on `models` models."""
     measurement = question.plan(model, tokenizer=tokenizer).measurement
     passes = measurement.passes
     return _Work(models * sum(passes), models * estimate_flops(model, passes, measurement.scored))
 
 
 def _step_flops(question: Finetuning, model: PreTrainedModel, short: int, long: int) -> float:
-    """Return the floating-point operations of a step; a backward pass takes twice those of a forward pass."""
+    """Return the floating-point operations in a training step; a backward pass counts as two forward passes."""
     rows, short_rows = question.batch * question.accumulate, long // short
     flops = 3 * estimate_flops(model, [long] * rows, rows * long)
     if question.guard:  # short rows are read by the teacher, too, which has no backward pass
@@ -114,15 +114,15 @@ def _step_flops(question: Finetuning, model: PreTrainedModel, short: int, long: 
 def _memory(
     question: Finetuning, model_config: Any, weights: int, learned: int, width: int, long: int
 ) -> MemoryEstimate:
-    """Return the memory of a training in bytes.
+    """Return the memory in bytes that a training needs.
 
     Args:
         question: the settings of the training.
         model_config: the config of the model.
-        weights: parameters of the model.
-        learned: parameters that are trained.
-        width: bytes of a parameter.
-        long: tokens of a long row.
+        weights: the number of parameters of the model.
+        learned: the number of parameters that are trained.
+        width: the number of bytes per parameter.
+        long: the number of tokens in a long row.
     """
     models = 2 if question.guard else 1  # the teacher is in memory, too
     adapters = 0 if question.train_all else learned

@@ -36,7 +36,7 @@ _ENDLESS = 10**9  # steps, where the time ends a training
 
 @dataclass(frozen=True)
 class Budget:
-    """The time or the steps that a training may take; exactly one of the two is given."""
+    """The limit of a training, in minutes or in optimizer steps; exactly one of the two is given."""
 
     minutes: float | None = None  # of training, over interruptions; measurements and loading do not count
     steps: int | None = None  # of the optimizer
@@ -54,10 +54,10 @@ class Budget:
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Random windows of a text; the windows of an index are the same in every run.
+    """A data set of random windows of a text; the windows at an index are the same in every run.
 
-    An item has one long window and, together as long, several short ones. A window may go from one document into the
-    next.
+    An item has one long window, and several short windows that have as many tokens together. A window may go from one
+    document into the next.
 
     Args:
         documents: token ids of each document, (tokens,) int64.
@@ -65,7 +65,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         short_length: tokens of a short window.
         prefix: tokens that every document and every window begins with, as every span of a measurement does.
         end: the token between documents; None: there is none.
-        seed: the seed of the draws.
+        seed: the seed for drawing the windows.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         }
 
     def _windows(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        """Return random windows, (count, length) int64."""
+        """Return `count` random windows of the text, (count, length) int64."""
         text_tokens = length - len(self.prefix)
         fitting = int(torch.searchsorted(self.starts, len(self.text) - text_tokens, right=True))
         starts = self.starts[torch.randint(0, fitting, (count, 1), generator=generator)]
@@ -113,12 +113,12 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 class _GuardedTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer whose loss also keeps the predictions on short rows close to those of a teacher.
+    """A Trainer whose loss also keeps the predictions on short rows close to those of the unpatched model.
 
     Args:
         teacher: the unpatched model; None: short rows are not read.
         guard: the weight of the divergence from the teacher in the loss.
-        first: the first token of a long row that is predicted; the tokens of its prefix are not.
+        first: the index of the first token of a long row that is predicted; the prefix before it is not.
     """
 
     def __init__(self, *args: Any, teacher: nn.Module | None, guard: float, first: int, **kwargs: Any) -> None:
@@ -151,13 +151,13 @@ class _GuardedTrainer(Trainer):  # type: ignore[misc]
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """A callback that counts the seconds of training, over interruptions, and ends the training at its budget.
+    """A Trainer callback that counts seconds of training, over interruptions, and ends the training at its budget.
 
     It has to be the last callback, since the file that it writes completes a checkpoint.
 
     Args:
         budget: the time or the steps that the training may take.
-        seconds: seconds of training before this process.
+        seconds: seconds of training in earlier processes.
         report: called at every log with the step, the loss and an estimate of the seconds that are left.
     """
 
@@ -189,13 +189,13 @@ class Clock(TrainerCallback):  # type: ignore[misc]
             self.report(state.global_step, logs["loss"], self.budget.seconds_left(self.seconds, state.global_step))
 
     def rate(self, step: int) -> float:
-        """Return the learning rate as a share of its peak: a rise over 5% of the budget, and a cosine down to 0."""
+        """Return the learning rate as a share of its peak: a rise over 5% of the budget, then a cosine down to 0."""
         used = self.budget.share_used(self.seconds, step)
         return min(1.0, (used + 0.002) / 0.05) * 0.5 * (1 + math.cos(math.pi * used))
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    """Return the CRC-32 of each file of a checkpoint except the clock's own, by its path in the folder.
+    """Return the CRC-32 of each file in a checkpoint, by its path there, without the file that the clock writes.
 
     Without checksums, a damaged file would load without an error, and other weights would be trained.
     """
@@ -217,7 +217,7 @@ def _crc(path: Path) -> int:
 def find_checkpoint(folder: Path, say: Callable[[str], object]) -> tuple[Path, float] | None:
     """Return the newest undamaged checkpoint and its seconds of training, or None where there is none.
 
-    Newer checkpoints that are damaged are removed; `say` is called with a sentence on each.
+    Newer checkpoints that are damaged are removed; `say` is called with a sentence about each.
     """
     numbers = {}
     for path in folder.glob("*"):
@@ -260,7 +260,7 @@ def train(
         teacher: the unpatched model, whose predictions on short rows are kept; None: they are not.
         rows: the windows to train on.
         folder: the folder of the checkpoints.
-        batch: long rows of a pass on each device.
+        batch: the number of long rows per pass on each device.
         save_every: steps between checkpoints.
         report: called with the step, the loss and an estimate of the seconds that are left.
         say: called with a sentence on each checkpoint that is removed.

@@ -1,4 +1,4 @@
-"""LongCE: weights of the loss, by the amount by which a long context helps to predict each token.
+"""LongCE: weights for the loss, by how much a long context helps to predict each token.
 
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")
@@ -23,7 +23,7 @@ from rope_ext_hf.errors import MethodError
 def longce_weights(
     model: Any, input_ids: Tensor, losses: Tensor, *, short_length: int, stride: int = 1024, most: float = 5.0
 ) -> Tensor:
-    """Return the weight of each token's loss.
+    """Return a weight for each token's loss, by how much the long context helps to predict the token.
 
     As in the authors' code (PKU-ML/LongPPL, finetune/finetune.py, `loss_weight`), `stride` tokens at a time are
     predicted from a short context: the `short_length` tokens before the first of them, and the tokens between. The

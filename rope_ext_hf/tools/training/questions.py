@@ -18,7 +18,7 @@ _LOGGERS = ("none", "tensorboard", "trackio", "wandb")
 
 @dataclass(frozen=True, kw_only=True)
 class Finetuning(PatchChoice):
-    """A model, its patch, the text to train on, and the settings of the training."""
+    """Arguments for a fine-tuning: a model, its patch, the text to train on, and the settings of the training."""
 
     PANEL = None
     command = "finetune"

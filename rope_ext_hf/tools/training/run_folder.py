@@ -1,4 +1,4 @@
-"""The folder of a training: the settings and inputs of its run, its checked JSON files, and the model that it writes.
+"""The folder of a training run: its settings and inputs, JSON files with checksums, and the model that it writes.
 
 A run is continued only with the settings that it was begun with, and with the same model, tokenizer and text, which may
 have changed under the same names. Files that a run reads again contain a checksum of themselves.
@@ -68,7 +68,7 @@ def open_run(folder: Path, settings: dict[str, Any], inputs: Mapping[str, str]) 
 
 
 def write_checked(file: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object with a checksum; a kill at any moment leaves the whole new file or the old one."""
+    """Write a JSON object with a checksum; if the process is killed, the file is either the old or the new one."""
     with atomic_file(file) as part:
         write_json(part, value | {_CHECKSUM: json_digest(value)[:16]})
 
@@ -87,7 +87,7 @@ def read_checked(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def saving(folder: Path) -> Iterator[None]:
-    """Raise a FileError that names the folder for any error of torch or transformers in the block.
+    """Inside the `with` block, turn any error of torch or transformers into a FileError that names the folder.
 
     On a full disk, torch's own error names a position in the file, but not the disk.
     """
@@ -104,7 +104,7 @@ def saving(folder: Path) -> Iterator[None]:
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the folder of a model, in place of an earlier one; it is there whole or not at all."""
+    """Write a model and its tokenizer to a folder, replacing an earlier one, completely or not at all."""
     shutil.rmtree(folder, ignore_errors=True)
     with saving(folder.parent), warnings.catch_warnings(record=True) as caught, atomic_folder(folder) as staging:
         model.save_pretrained(staging)

@@ -1,4 +1,4 @@
-"""The texts of a fine-tuning: the part to train on, and the part to measure."""
+"""The texts for a fine-tuning, split into a part to train on and a part to measure."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def split_texts(question: Finetuning, tokenizer: PreTrainedTokenizerBase) -> tup
 
 
 def split(documents: Sequence[Tokens], one_in: int) -> tuple[list[Tokens], list[Tokens]]:
-    """Return documents to train on, and documents to hold out: about one in `one_in`.
+    """Return the documents to train on, and the documents to hold out, about one in `one_in`.
 
-    The names decide, so that a document stays on its side when others are added. Where they put all documents on one
-    side, the last part of each document is held out instead.
+    A document's name decides, so that it stays on its side when others are added. If all documents fall on one side,
+    the last part of each document is held out instead.
     """
     held_out_names = {document.name for document in documents if zlib.crc32(document.name.encode()) % one_in == 0}
     training = [document for document in documents if document.name not in held_out_names]
@@ -47,7 +47,10 @@ def split(documents: Sequence[Tokens], one_in: int) -> tuple[list[Tokens], list[
 
 
 def cut(document: Tokens, start: int, stop: int) -> Tokens:
-    """Return the tokens `start` to `stop` - 1 of a document; their ends count from the beginning of the first one."""
+    """Return the tokens `start` to `stop` - 1 of a document as a document of their own.
+
+    The byte offset at which each token ends in the text is counted from the beginning of this part.
+    """
     before = document.ends[start - 1] if start else 0
     ends = tuple(end - before for end in document.ends[start:stop])
     return Tokens(document.name, document.ids[start:stop], ends)
