@@ -98,7 +98,7 @@ def test_a_folder_that_patch_writes_loads_with_transformers_alone(copy: Path, tm
     ("option", "said"),
     [
         (("--keys-by", "reference"), "keys_by needs the tool box of this package"),
-        (("--engine", "vllm"), "--engine takes no engine, for no package with one is installed, got 'vllm'"),
+        (("--engine", "vllm"), "no package with engines for --engine is installed, got 'vllm'"),
     ],
     ids=lambda value: value[0],
 )

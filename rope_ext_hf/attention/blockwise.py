@@ -269,7 +269,11 @@ class _Attention:
         return out
 
     def _span(self, query: Tensor, key: Tensor, padding: int) -> tuple[_Span, int]:
-        """Return the positions of a row that begins with `padding` padded tokens, and how many keys are padding."""
+        """Return where the queries and keys of a padded row stand, and how many of the leading keys are padding.
+
+        Positions count from the first real token of the row. A sliding-window cache may have dropped some or all of the
+        `padding` tokens at the beginning of the row; those that it still holds are the leading keys to skip.
+        """
         # int(): tiles follow from the length, so that torch.export refuses lengths that are to vary.
         tokens, count = int(query.shape[-2]), int(key.shape[-2])
         # Keys that a sliding-window cache has evicted are outside every query's window.

@@ -136,10 +136,10 @@ KERNELS = {
 
 
 def usable_kernel(query: Tensor, value: Tensor) -> tuple[bool, bool]:
-    """Return whether a fused kernel can run on such queries and values, and whether masks may be numbers (windows).
+    """Return whether a fused kernel can run on such queries and values, and whether it takes sizes of windows.
 
-    Where torch prefers cuDNN's attention, masks may not be numbers, because torch does not offer its windows; tiles
-    without windows get the faster kernel.
+    A kernel that takes the size of a window in tokens needs no mask for a tile with a sliding window. Where torch
+    prefers cuDNN's attention the second value is False, because torch does not pass sizes of windows on to cuDNN.
     """
     if (fused := KERNELS.get(query.device.type)) is None:
         return False, False

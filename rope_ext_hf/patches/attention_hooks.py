@@ -37,7 +37,10 @@ from rope_ext_hf.rotary.forward_state import graph_break
 
 
 class RemappingHooks(DecoderHooks):
-    """Hooks around the forward of a decoder under a remapping method."""
+    """Hooks around the forward of a decoder under a method that remaps relative positions, such as Self-Extend.
+
+    Before the forward they hand the positions and the padding of all tokens to the attention layers.
+    """
 
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
         super().__init__(slots)

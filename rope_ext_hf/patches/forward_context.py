@@ -231,8 +231,8 @@ class _CountedKeys(NamedTuple):
 def place_tokens(context: ForwardContext) -> TokenPositions:
     """Return positions and padding of all tokens of a forward.
 
-    Most calls count: with the mask [0 0 1 1 1] the positions of the row are 2 tokens of padding, then 0, 1, 2. Only
-    where the position_ids of a call are others are they taken as they are. The host looks at values on the device three
+    Positions are usually counted from the mask: [0 0 1 1 1] gives two tokens of padding, then the positions 0, 1, 2.
+    position_ids that differ from this count are used as they were given. The host looks at values on the device three
     times at most, and not at all while text is generated without padding on CUDA.
 
     Raises:

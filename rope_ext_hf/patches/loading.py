@@ -200,7 +200,8 @@ def _load_patched(
     for key in settings:
         if {key, usual.get(key)} & {*SAVED_KEYS}:
             raise CheckpointError(
-                f"{key} of a patched folder follows from its patch; load the model without it, then patch it anew"
+                f"{key} of a patched folder is set by its patch and cannot be given: leave it out, and patch the "
+                "loaded model again for another value"
             )
         setattr(config, key, kwargs.pop(key))
     if family(config.model_type).angle_table:

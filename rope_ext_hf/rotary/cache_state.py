@@ -101,7 +101,7 @@ def store_state(cache: Any, state: CacheState) -> None:
 
 
 def discard_state(cache: Any) -> None:
-    """Remove the record from a cache that is going to be filled anew."""
+    """Remove what a patched model has recorded with a cache (its `CacheState`), because the cache is filled anew."""
     vars(cache).pop(_CACHE_STATE, None)
 
 

@@ -111,9 +111,10 @@ class Basis:
 
 
 def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str, context_length: int | None) -> Basis:
-    """Return the state of a model that methods are applied to.
+    """Return the rotary settings and earlier patches of a model that the methods of a run start from.
 
-    If every method is the one that the model is patched with already, this is the state below this patch.
+    Runs are compared only if these are equal. Usually they are those of the model as it is now; if every method is the
+    one that the model is patched with already, they are those below this patch.
 
     Args:
         model: patched or not.

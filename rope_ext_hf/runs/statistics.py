@@ -128,9 +128,10 @@ def estimate_share_change(ones: Sequence[float], others: Sequence[float]) -> Est
     correlation = _correlation(both, sum(ones) - both, sum(others) - both, items)
 
     def joined(one: float, other: float) -> float:
-        """Return the distance from the difference to one end of its interval.
+        """Return the distance from the difference of two shares to one end of its confidence interval (Newcombe's).
 
-        `one` and `other` are the distances from each of the two shares to an end of its own interval.
+        `one` and `other` are the distances from each share to that end of its own interval which bounds the difference
+        on this side.
         """
         return math.sqrt(max(0.0, one * one - 2 * correlation * one * other + other * other))
 

@@ -317,7 +317,10 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
         (["ppl", "reference"], "Missing option '--lengths'"),
         (["describe", "reference", "-m", "yarn,ntk", "--factor", "2"], "takes one method"),
         (["ppl", "reference", "--lengths", "9" * 400], "not a length"),
-        (["ppl", "reference", "--lengths", "256", "--max-spans", "0"], "--max-spans takes a number"),
+        (
+            ["ppl", "reference", "--lengths", "256", "--max-spans", "0"],
+            "--max-spans must be a whole number of at least 1",
+        ),
         (["describe", "reference", "-m", "yarn", "--factor", "1e308"], "--factor must be"),
         (["describe", "reference", "--over", "original"], "add --method"),
         (["describe", "reference", "-m", "yarn", "--factor", "2", "--over", "orginal"], "'orginal'"),

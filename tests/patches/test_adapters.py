@@ -450,7 +450,7 @@ def that_is_no_json(folder: Path) -> None:
         (without_a_base, "an adapter without the name of its model"),
         (of_a_missing_folder, r"the model that the adapter '.*' was trained on could not be found: no such model"),
         (of_itself, "could not be found: .* is an adapter itself; merge it"),
-        (of_another_model, "for 16 rotated dims per head, this model has 32"),
+        (of_another_model, "for 16 rotated dims per head, and this model has 32"),
         (of_a_type_that_is_none, "an adapter of type 'LORAX', which the installed PEFT does not know"),
         (with_a_module_to_import, r"names a module to import \(megatron_core\)"),
         (with_an_unknown_method, "records a patch whose method cannot be used here"),

@@ -83,7 +83,7 @@ def test_a_context_length_under_another_key_comes_back(
     assert rope.describe(loaded).context_length == context_length
     assert model_digest(loaded) == model_digest(rope.from_pretrained(tmp_path / "plain"))
     other: dict[str, Any] = {key: 128}
-    with pytest.raises(CheckpointError, match=f"{key} of a patched folder follows from its patch"):
+    with pytest.raises(CheckpointError, match=f"{key} of a patched folder is set by its patch"):
         rope.from_pretrained(tmp_path / "patched", **other)
 
 

@@ -161,7 +161,13 @@ class ExtensionVerdict:
 
 
 def _clause(comparison: Comparison, *, better: str, tested: bool) -> str:
-    """Return a clause on a comparison of perplexities; if it was not `tested`, the clause has only the two values."""
+    """Return a clause that compares two perplexities, such as "no significant difference in perplexity (5.1, 5.2)".
+
+    Args:
+        comparison: the two values, and which of them is better.
+        better: the words for a comparison in which the extended model is better.
+        tested: whether the difference was tested for significance; if not, the clause has only the two values.
+    """
     clauses = {
         Outcome.BETTER: better,
         Outcome.WORSE: "perplexity gets worse ({})",

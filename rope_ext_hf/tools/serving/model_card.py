@@ -212,7 +212,7 @@ def _metadata(text: str) -> dict[str, Any]:
 
     values = yaml.load(text, Loader=PlainLoader) or {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError("they are not a list of names and values")
+        raise ValueError("they must be a YAML mapping, with lines such as `license: apache-2.0`")
     for key in values:
         if hasattr(ModelCardData, key):
             raise ValueError(f"{short(key)!r} is not a name that metadata may have")

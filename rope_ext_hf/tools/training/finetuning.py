@@ -59,7 +59,10 @@ after its training.
 
 
 def _settings(question: Finetuning) -> dict[str, Any]:
-    """Return the settings that a run must have in order to be continued, as JSON values if texts are given by name."""
+    """Return the settings that must be equal when an interrupted fine-tuning is continued.
+
+    They are JSON values, except for texts that were given as objects and not by their names.
+    """
     (method,) = question.method
     settings = question.arguments | {
         "data": corpus_name(question.data),

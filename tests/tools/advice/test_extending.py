@@ -262,7 +262,7 @@ def test_what_cannot_be_extended_is_refused_before_anything_is_read(
             "--target-length",
             "256",
         ): "is for 256 .* needs no extension. Serve it as it is: vllm serve",
-        ("reference", "--target-length", "64k"): "no method that engines serve brings .* without training",
+        ("reference", "--target-length", "64k"): "no method that engines serve is known to bring .* without training",
         ("reference", "--target-length", "512"): "exists already and is something else; give --out another name",
         ("reference", "--target-length", "1k", "--engine", "vlm"): "Did you mean 'vllm'",
         ("gpt-oss", "--target-length", "256k", "--engine", "vllm"): "Engines that serve yarn: .*sglang",

@@ -229,7 +229,7 @@ def test_a_model_as_published_is_served_as_far_as_it_fits(folder: Path) -> None:
 def test_advise_and_extend_take_the_gpus_too(folder: Path, tmp_path: Path) -> None:
     eight = advise(folder, 512 * K, server=serving.GPUServer(gpus=8))
     assert eight.on_gpus is not None
-    assert "7 at a time" in unwrapped(eight)
+    assert "7 fit at a time" in unwrapped(eight)
     configure, start = eight.commands["serve with vllm"]
     assert served(configure, "--gpus") == served(start, "--tensor-parallel-size") == "8"
     assert "--gpus" not in " ".join(eight.commands["serve with llama.cpp"])

@@ -232,7 +232,7 @@ def test_a_run_of_another_model_or_method_is_refused(
     before = (longer / CARD).read_bytes()
     code, _, err = run("card", tmp_path / "out", measured)
     assert (code, len(err.splitlines())) == (2, 1)
-    assert "is of other weights than those in" in err
+    assert "measured other weights than those in" in err
     assert run("patch", source, "--method", "ntk", "--factor", "4", "--out", tmp_path / "ntk")[0] == 0
     code, _, err = run("card", tmp_path / "ntk", measured)
     assert code == 2
