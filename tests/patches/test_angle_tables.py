@@ -226,7 +226,7 @@ def test_rotated_values() -> None:
     with pytest.raises(rope.UnsupportedModelError, match=r"'rotary_value' .* attention factor of yarn would scale"):
         rope.patch(stock, "yarn", factor=4)
     expected = output(with_table(stock, table_of(CASES["ntk"].form, 4 * TRAINED)), ids)
-    with pytest.raises(rope.UnsupportedModelError, match=r"the values of this .* come from rows that rotate"):
+    with pytest.raises(rope.UnsupportedModelError, match=r"takes its values from the projection of the keys"):
         rope.convert(stock, to="half")
     torch.testing.assert_close(output(rope.patch(stock, "ntk", factor=4), ids), expected, atol=1e-4, rtol=0)
 
