@@ -1,4 +1,4 @@
-"""The house: which folder may import which, no circles, private names, no large modules.
+"""The house: which folder may import which, no circles, private names.
 
 Everything is read from the source; `patches` and `eval` at the top of the repository are links into the package.
 Imports inside functions and under TYPE_CHECKING count as arrows. The names of the package's own `__init__` are lazy and
@@ -60,9 +60,6 @@ HEAVY = {
     "sglang",
 }
 """Third-party libraries that a function may import for itself."""
-MAX_LINES = 600
-MAX_TEST_LINES = 900
-"""Lines at which a module is likely to do two things; whether it does is for its reader to say, in either direction."""
 TRAP_KEYS = ["versions", "key", "effect", "source"]
 KNOWN: dict[str, tuple[str, ...]] = {}
 """test -> what still offends against it; entries are only ever deleted."""
@@ -514,19 +511,4 @@ def test_tests_of_the_library_need_no_tool() -> None:
         for name in sorted(needed)
         for target in imports[name]
         if target.startswith((f"{PACKAGE}.{TOOLS}", f"tests.{TOOLS}"))
-    )
-
-
-# --- size ---------------------------------------------------------------------------------------------------------
-
-
-def test_no_module_is_large() -> None:
-    check(
-        str(path.relative_to(ROOT))
-        for paths, limit in (
-            ((module.path for module in modules().values()), MAX_LINES),
-            (Path(__file__).parent.rglob("*.py"), MAX_TEST_LINES),
-        )
-        for path in paths
-        if len(path.read_text(encoding="utf-8").splitlines()) > limit
     )

@@ -219,7 +219,7 @@ def _apart(question: type[LengthsQuestion], options: Mapping[str, Any]) -> tuple
         TypeError: an option is neither; the message names the nearest one.
     """
     fields, others = question.apart(options)
-    known = inspect.signature(measure).parameters.keys() - {"model", "question", "progress", "file"}
+    known = inspect.signature(measure).parameters.keys() - {"model", "question", "progress"}
     for name in others:
         if name not in known:
             every = sorted(known | {field.name for field, _ in question.described_fields()})
