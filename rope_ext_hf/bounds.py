@@ -115,12 +115,12 @@ def parse_bytes(size: int | str) -> int:
 
 def parse_lengths(lengths: Length | Iterable[Length], least: int = 1) -> list[int]:
     """Return numbers of tokens, each at least `least`, from one length, several lengths, or a text such as "1k,4k"."""
-    parts = lengths.split(",") if isinstance(lengths, str) else listed(lengths)
+    parts = lengths.split(",") if isinstance(lengths, str) else as_list(lengths)
     if not parts:
         raise MethodError("lengths must be one or more whole numbers, got none")
     return [whole("lengths", length, least, MOST_TOKENS) for length in map(parse_length, parts)]
 
 
-def listed(values: Any) -> list[Any]:
+def as_list(values: Any) -> list[Any]:
     """Return a list of the given values; a single value, which may be a text, becomes a list of one."""
     return [values] if isinstance(values, str) or not isinstance(values, Iterable) else list(values)

@@ -1,6 +1,6 @@
 """The names of the library that packages built on it may use, beside those of `rope_ext_hf` and `rope_ext_hf.eval`.
 
-The tool box (`rope_ext_hf.tools`) takes these and no others, which tests/test_architecture.py checks in both
+The tool box takes these and no others, which tests/test_architecture.py checks in both
 directions; a package of your own should do the same. A change of one of them stands in the changelog; all other names
 of the library may change in any release. Where a name is defined, its docstring says what it is for.
 """

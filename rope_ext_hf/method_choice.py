@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rope_ext_hf.bounds import MOST_TOKENS, listed, parse_length
+from rope_ext_hf.bounds import MOST_TOKENS, as_list, parse_length
 from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean, short
 from rope_ext_hf.questions import Question, argument
 
@@ -86,7 +86,7 @@ def _check_method_names(names: Iterable[Any]) -> None:
 def _parts(values: Any) -> list[Any]:
     """Return one value, several values, or text with commas as a list; each text is stripped of blanks."""
     parts: list[Any] = []
-    for value in [] if values is None else listed(values):
+    for value in [] if values is None else as_list(values):
         if isinstance(value, str):
             parts += [part.strip() for part in value.split(",")]
         else:

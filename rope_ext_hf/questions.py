@@ -20,7 +20,7 @@ from dataclasses import MISSING, Field, dataclass, field
 from functools import cache
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
-from rope_ext_hf.bounds import listed, range_text
+from rope_ext_hf.bounds import as_list, range_text
 from rope_ext_hf.errors import MethodError, short
 
 P = ParamSpec("P")
@@ -198,7 +198,7 @@ def several(kind: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | Non
         if isinstance(passed, str):
             parts = [part.strip() for part in passed.split(",") if part.strip()]
         else:
-            parts = listed(passed)
+            parts = as_list(passed)
         try:
             return tuple(map(kind, parts))
         except ValueError as error:
