@@ -107,8 +107,11 @@ def one(way: str, lengths: list[int], device: str, dtype: str, vocabulary: int) 
                 loss = model(batch, labels=batch, use_cache=False).loss.item()
             else:
                 document = Tokens("random", ids, tuple(range(1, length + 1)))
-                protocol = "position" if way == "position" else "truncate"
-                loss = perplexity(model, [document], lengths=lengths, protocol=protocol, bos=False)[0].loss
+                # lengths that are measured together share a pass
+                together = [lengths] if way == "position" else [[length] for length in lengths]
+                for measured in together:
+                    results = perplexity(model, [document], lengths=measured, protocol="same-start", bos=False)
+                loss = results[-1].loss
         seconds = time.perf_counter() - started
     cache = 2 * LAYERS * KV_HEADS * HEAD_DIM * length * ids.new_empty(0, dtype=model.dtype).element_size()
     above = peak.highest - held - (0 if way == "ordinary" else cache)

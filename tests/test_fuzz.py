@@ -107,8 +107,8 @@ def _print() -> None:
     [
         (_raise, lambda a: a.code is None and "KeyError: 'gone'" in a.crash),
         (lambda: time.sleep(60), lambda a: a.stalled and "SIGKILL" in a.crash),
-        # Linux counts resident pages per processor and adds them up late: on machines with many, the two numbers that are
-        # subtracted here can both be off by some hundred megabytes.
+        # Linux counts resident pages per processor and adds them up late: on machines with many, the two numbers that
+        # are subtracted here can both be off by some hundred megabytes.
         (_fill, lambda a: a.code == 0 and a.peak > 400_000_000),
         (_print, lambda a: (a.code, a.out, a.crash) == (2, "out\n", "")),
     ],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import groupby
-from operator import add, attrgetter
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,9 +23,10 @@ from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.protocols import PROTOCOLS, check_lengths
+from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.protocols import PROTOCOLS, Span, check_lengths, resolve_protocol
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import EvalPlan, Setting, prepare
+from rope_ext_hf.reading.spans import EvalPlan, Setting, prepare, span_passes
 from rope_ext_hf.runs.charts import line_chart
 from rope_ext_hf.runs.chosen_methods import resolve_choice
 from rope_ext_hf.runs.grammar import capital
@@ -33,7 +34,7 @@ from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label, method_key
 from rope_ext_hf.runs.measurement import Measurement, Passed, RunPlan, Scored
-from rope_ext_hf.runs.measures import Evidence, Measure, exponential, perplexity_text
+from rope_ext_hf.runs.measures import RECENT, Evidence, Measure, exponential, perplexity_text
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.runs.tables import BEST_NOTE, beyond_mark, length_table
@@ -56,6 +57,8 @@ class DocumentLoss(NamedTuple):
         spans: number of spans (pieces of text of one context length) that were read.
         key_nats, key_tokens: loss and number of the key tokens among the scored ones, which are those that need the
             long context (LongPPL); 0 if none were looked for.
+        recent_nats: the loss of the same tokens when the model as loaded reads only the last tokens before them, as
+            many as its context length has room for; None: not measured.
     """
 
     name: str
@@ -65,10 +68,23 @@ class DocumentLoss(NamedTuple):
     spans: int
     key_nats: float = 0.0
     key_tokens: int = 0
+    recent_nats: float | None = None
+
+    def plus(self, other: DocumentLoss) -> DocumentLoss:
+        """Return the loss of this part of a document and of another part of it, together."""
+        sums = map(add, self[1:7], other[1:7])
+        recent = None
+        if self.recent_nats is not None and other.recent_nats is not None:
+            recent = self.recent_nats + other.recent_nats
+        return DocumentLoss(self.name, *sums, recent_nats=recent)
 
     def to_record(self) -> list[float]:
-        """Return all fields but the name as a list for JSON; without key tokens, the last two numbers are left out."""
-        return list(self[1:] if self.key_tokens else self[1:5])
+        """Return all fields but the name as a list for JSON.
+
+        The two numbers of key tokens are left out where there are none, and the last one where it is not known.
+        """
+        recent = [] if self.recent_nats is None else [self.recent_nats]
+        return [*self[1 : 7 if self.key_tokens else 5], *recent]
 
 
 @dataclass(frozen=True)
@@ -94,6 +110,9 @@ class Result(MethodResult):
         longppl_low, longppl_high: its 95% confidence interval over the documents that have key tokens; None with fewer
             than three.
         key_tokens: number of key tokens; None where none were looked for.
+        recent_loss: the loss of the same tokens when the model as loaded reads only the last tokens before them, as
+            many as its context length has room for; None except for the model as loaded, beyond its context length,
+            under a protocol that measures it.
         tokens_per_second: speed of reading spans of this length; None where it was not timed.
         gpu_bytes: peak memory on the GPU in bytes; None without a GPU.
         seconds: time that reading each document took; empty where it was not timed. This field and the two before it
@@ -118,6 +137,8 @@ class Result(MethodResult):
     longppl_low: float | None = None
     longppl_high: float | None = None
     key_tokens: int | None = None
+    # the same tokens with a short context
+    recent_loss: float | None = None
     # speed and memory
     tokens_per_second: float | None = field(default=None, compare=False)
     gpu_bytes: int | None = field(default=None, compare=False)
@@ -204,6 +225,7 @@ class PerplexityRuns(RunKind):
         "longppl_low",
         "longppl_high",
         "key_tokens",
+        "recent_loss_nats",
     )
 
     def fit(self, question: Perplexity, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
@@ -227,14 +249,19 @@ class PerplexityRuns(RunKind):
             case [int() | float() as nats, int(tokens), int(size), int(spans), *rest] if (
                 1 <= tokens < 2**63 and 0 <= size < 2**63 and 1 <= spans <= tokens and not isinstance(nats, bool)
             ):
+                loss = DocumentLoss(item, float(nats), tokens, size, spans)
                 match rest:
                     case []:
-                        return DocumentLoss(item, float(nats), tokens, size, spans)
+                        return loss
+                    case [int() | float() as recent]:
+                        return loss._replace(recent_nats=float(recent))
                     case [int() | float() as key_nats, int(keys)] if 1 <= keys <= tokens:
-                        return DocumentLoss(item, float(nats), tokens, size, spans, float(key_nats), keys)
+                        return loss._replace(key_nats=float(key_nats), key_tokens=keys)
+                    case [int() | float() as key_nats, int(keys), int() | float() as recent] if 1 <= keys <= tokens:
+                        return loss._replace(key_nats=float(key_nats), key_tokens=keys, recent_nats=float(recent))
         raise ValueError(
-            "expected a loss [nats, tokens, bytes, spans], or with key tokens [nats, tokens, bytes, spans, key nats, "
-            f"key tokens], got {short(repr(value))}"
+            "expected a loss [nats, tokens, bytes, spans], then with key tokens [key nats, key tokens], then where it "
+            f"was measured [nats with only the last tokens read]; got {short(repr(value))}"
         )
 
     def result(
@@ -248,8 +275,11 @@ class PerplexityRuns(RunKind):
         documents = [values[index] for index in order]
         costs = [costs[index] for index in order] if costs else []
         cost = reduce(Cost.plus, costs, Cost())
-        names, nats, tokens, sizes, spans, key_nats, key_tokens = zip(*documents, strict=True)
+        names, nats, tokens, sizes, spans, key_nats, key_tokens, recent_nats = zip(*documents, strict=True)
         loss, low, high, _ = estimate(nats, tokens)
+        recent_loss = None
+        if all(nats is not None for nats in recent_nats):
+            recent_loss = math.fsum(recent_nats) / sum(tokens)
         longppl: list[float | None] = [None, None, None]  # value, and ends of its interval
         if any(key_tokens):
             key_loss = estimate(key_nats, key_tokens)
@@ -273,6 +303,7 @@ class PerplexityRuns(RunKind):
             longppl_low=longppl[1],
             longppl_high=longppl[2],
             key_tokens=sum(key_tokens) if setting.keys else None,
+            recent_loss=recent_loss,
             tokens_per_second=cost.tokens / cost.seconds if cost.seconds else None,
             gpu_bytes=cost.peak or None,
             seconds=tuple(document_cost.seconds for document_cost in costs) if cost.seconds else (),
@@ -303,6 +334,7 @@ class PerplexityRuns(RunKind):
                 result.longppl_low,
                 result.longppl_high,
                 result.key_tokens,
+                result.recent_loss,
             ]
 
     def table(self, run: Run[Result], *, detailed: bool = False) -> Table:
@@ -339,6 +371,8 @@ class PerplexityRuns(RunKind):
             cells = [_loss_cell(run, loss, by_length.get(length), stars[length], detailed) for length in run.lengths]
             cells += [_longppl_cell(by_length.get(length), detailed) for length in longppl_lengths]
             view.add_row(Text(name), *cells)
+            if loss.recent and row[0].key == run.findings.loaded:
+                view.add_row(*_recent_cells(run, loss, detailed))
         return view
 
     def chart(self, run: Run[Result]) -> Chart:
@@ -359,6 +393,11 @@ class PerplexityRuns(RunKind):
             documents = [document for result in results for document in result.documents if document.key_tokens]
             return [(document.key_nats, float(document.key_tokens)) for document in documents]
 
+        recent = {
+            result.length: [unit.item(d._replace(nats=d.recent_nats)) for d in result.documents]
+            for result in run.results
+            if result.recent_loss is not None
+        }
         protocol = PROTOCOLS.get(run.results[0].setting.protocol)
         of_positions = protocol is not None and protocol.one_pass
         loss = Measure(
@@ -368,8 +407,10 @@ class PerplexityRuns(RunKind):
             False,
             run.items(losses),
             exponential=unit.exponential,
-            tolerance=_TOLERANCE if unit.exponential else None,
+            # other tokens are scored at every length where there is a reference, so that lengths do not compare
+            tolerance=_TOLERANCE if unit.exponential and not recent else None,
             of_positions=of_positions,
+            recent=recent,
         )
         key_items = run.items(key_losses)
         if not key_items:
@@ -419,7 +460,7 @@ class PerplexityMeasurement(Measurement):
         self.items = [document.name for document, _ in plan.documents]
         targets, stride, bos = plan.options.targets, plan.options.stride, bool(plan.prefix)
         self.setting = Setting(plan.protocol.name, targets, stride, bos, plan.left_out, keys_from)
-        self.passes = plan.passes
+        self.passes = plan.passes(by_length=True)
         # a token that is scored at two lengths counts twice
         self.scored = sum(span.score_to - span.score_from for _, spans in plan.documents for span in spans)
         if keys is not None and not self._scores_a_key_token(keys):
@@ -466,25 +507,72 @@ class PerplexityMeasurement(Measurement):
         """
         document, spans = self.plan.documents[item]
         wanted = [span for span in spans if (span.length,) in cells]
-        for context, same_context in groupby(wanted, key=attrgetter("context")):
-            losses: dict[int, DocumentLoss] = {}
-            for (start, stop), same_pass in groupby(same_context, key=attrgetter("start", "stop")):
-                scored = list(same_pass)
-                first = min(span.score_from for span in scored)
-                ids, shift = self.plan.input_ids(document, start, stop)
-                nats = scorer.losses(ids, first - shift, length=context).to(torch.float64)  # (stop - first,)
-                for span in scored:
-                    span_nats = nats[span.score_from - first : span.score_to - first]
-                    key_nats = nats[:0]
-                    if self.keys is not None:
-                        key_nats = span_nats[self.keys[item][span.score_from : span.score_to]]
-                    size = document.bytes_between(span.score_from, span.score_to)
-                    sums = span_nats.sum().item(), len(span_nats), size, 1, key_nats.sum().item(), len(key_nats)
-                    earlier = losses.get(span.length, DocumentLoss(document.name, 0.0, 0, 0, 0))
-                    losses[span.length] = DocumentLoss(document.name, *map(add, earlier[1:], sums))
-                progress(stop - start)
+        unread = Counter(span.length for span in wanted)
+        losses: dict[int, DocumentLoss] = {}
+        costs: dict[int, Cost] = {}
+        for one_pass in span_passes(wanted, by_length=scorer.by_length):
+            first = min(span.score_from for span in one_pass.spans)
+            nats = self._losses(scorer, document, one_pass.start, one_pass.stop, first, one_pass.context)
+            progress(one_pass.stop - one_pass.start)
             cost = scorer.take_cost()
-            yield from [((length,), loss, cost) for length, loss in losses.items()]
+            recent_nats = self._recent_losses(scorer, document, one_pass.spans, progress)
+            for span in one_pass.spans:
+                span_nats = nats[span.score_from - first : span.score_to - first]
+                loss = self._document_loss(item, span, span_nats, recent_nats.get(span))
+                earlier = losses.get(span.length)
+                losses[span.length] = loss if earlier is None else earlier.plus(loss)
+                unread[span.length] -= 1
+            for length in sorted({span.length for span in one_pass.spans}):
+                costs[length] = costs.get(length, Cost()).plus(cost)
+                if not unread[length]:
+                    yield (length,), losses[length], costs[length]
+
+    def _losses(self, scorer: TokenScorer, document: Tokens, start: int, stop: int, first: int, length: int) -> Tensor:
+        """Read a stretch of a document, and return the losses of its tokens from `first` on, (tokens,) float64.
+
+        Args:
+            scorer: reads the tokens.
+            document: the document.
+            start, stop: the first token of the document that is read, and the one after the last.
+            first: the first token of the document that is scored.
+            length: the length at which length-dependent methods are held.
+        """
+        ids, shift = self.plan.input_ids(document, start, stop)
+        return scorer.losses(ids, first - shift, length=length).to(torch.float64)
+
+    def _recent_losses(
+        self, scorer: TokenScorer, document: Tokens, spans: Sequence[Span], progress: Passed
+    ) -> dict[Span, float]:
+        """Return for some spans the loss of their targets, in nats, when only the last tokens before them are read.
+
+        The model as loaded alone is measured so, under a protocol that has this reference; see `EvalPlan.recent`.
+        """
+        if not scorer.unpatched:
+            return {}
+        losses = {}
+        for span, recent in self.plan.recent_spans(spans):
+            nats = self._losses(scorer, document, recent.start, recent.stop, recent.score_from, recent.context)
+            losses[span] = nats[: recent.score_to - recent.score_from].sum().item()
+            progress(recent.stop - recent.start)
+        scorer.take_cost()  # not a part of the cost of any length
+        return losses
+
+    def _document_loss(self, item: int, span: Span, nats: Tensor, recent_nats: float | None) -> DocumentLoss:
+        """Return the loss of one span; `nats` are the losses of its targets, (targets,) float64."""
+        document, _ = self.plan.documents[item]
+        keys = nats[:0]
+        if self.keys is not None:
+            keys = nats[self.keys[item][span.score_from : span.score_to]]
+        return DocumentLoss(
+            document.name,
+            nats=nats.sum().item(),
+            tokens=len(nats),
+            bytes=document.bytes_between(span.score_from, span.score_to),
+            spans=1,
+            key_nats=keys.sum().item(),
+            key_tokens=len(keys),
+            recent_nats=recent_nats,
+        )
 
 
 def loss_increase(run: Run[Result], key: str) -> Estimate | None:
@@ -512,8 +600,25 @@ def _scored_text(result: Result) -> str:
             f"protocol {name}: the same {result.tokens:,} tokens scored at every length, "
             f"the last {setting.targets} of {result.spans} span{'s' * (result.spans != 1)}{left_out}"
         )
+    if protocol is not None and protocol.recent:
+        return (
+            f"protocol {name}: the last {setting.targets} tokens of each length, all lengths from the same beginning; "
+            f"{result.spans} beginning{'s' * (result.spans != 1)}{left_out}"
+        )
     tokens = f"{result.tokens:,} tokens in {result.spans} spans at {result.length:,}"
     return f"protocol {name}: {tokens}{left_out}"
+
+
+def _recent_cells(run: Run[Result], loss: Measure, detailed: bool) -> list[Text]:
+    """Return the table row of the model as loaded when it reads only the last tokens of each input."""
+    cells = [Text(f"unpatched, last {run.context_length:,} tokens")]
+    for length in run.lengths:
+        if length not in loss.recent:
+            cells.append(Text(""))
+            continue
+        value = loss.estimate(RECENT, length)
+        cells.append(Text(f"{loss.text(value.value)} {value.line_below(loss.text) if detailed else ''}"))
+    return cells
 
 
 def _longppl_cell(result: Result | None, detailed: bool) -> Text:
@@ -547,7 +652,9 @@ def _plan(
     documents = load(question.data)
     fields = ("lengths", "protocol", "targets", "stride", "bos", "max_spans")
     options = {name: getattr(question, name) for name in fields}
-    plan = prepare(model, documents, tokenizer=tokenizer, **options)
+    underneath = {name: settings[name] for name in ("over", "context_length") if name in settings}
+    length = patch_geometry(model, **underneath).context_length if resolve_protocol(question.protocol).recent else None
+    plan = prepare(model, documents, tokenizer=tokenizer, context_length=length, **options)
     if question.unit == "bits" and not all(document.ends for document, _ in plan.documents):
         raise _no_bytes()
     name = question.data_name or documents.source

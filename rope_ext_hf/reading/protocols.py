@@ -77,6 +77,8 @@ class Protocol:
         same_targets: whether the scored tokens are the same at every length.
         one_pass: whether all lengths are read in one pass over the longest, so that no input of a shorter length is
             measured.
+        recent: whether the model as loaded is also measured on the same targets with no more than its context length
+            to read, which is what a method has to do better than.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Protocol:
     uses_stride: bool = False
     same_targets: bool = False
     one_pass: bool = False
+    recent: bool = False
 
 
 PROTOCOLS: dict[str, Protocol] = {}
@@ -148,6 +151,24 @@ def matched(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> It
     return [
         Span(length, stop - length, stop, stop - options.targets, stop, length)
         for stop in range(longest, tokens + 1, longest)
+        for length in lengths
+    ]
+
+
+@register_protocol("same-start", uses_targets=True, recent=True)
+def same_start(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterable[Span]:
+    """The last targets of each length, all lengths from the same beginning: one pass under most methods.
+
+    A document is cut into disjoint runs of the longest length, and length N is the first N tokens of a run. A method
+    that treats a token the same whatever follows it reads the longest length once, and all others are scored on the
+    way; one that follows the length of the input reads each length by itself. The scored tokens differ between lengths,
+    so compare methods at one length, and each with the model as loaded that reads only the last tokens before the same
+    targets.
+    """
+    longest = lengths[-1]
+    return [
+        Span(length, start, start + length, start + length - options.targets, start + length, length)
+        for start in range(0, tokens - longest + 1, longest)
         for length in lengths
     ]
 

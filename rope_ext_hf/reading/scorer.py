@@ -24,7 +24,7 @@ from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import Slot, patched_slots
+from rope_ext_hf.patches.slots import Slot, patched_slots, tables_of
 from rope_ext_hf.reading.chunk_check import CHECKED_TOKENS, why_not_in_chunks
 from rope_ext_hf.reading.chunked_reader import ChunkedReader
 from rope_ext_hf.reading.head_losses import negative_log_likelihoods_, power_of_two
@@ -165,6 +165,19 @@ class TokenScorer:
         """The way in which the model is read now: "in chunks of 512 tokens", or "whole: " and the reason."""
         because = self._why_whole()
         return f"in chunks of {self.chunk:,} tokens" if because is None else f"whole: {because}"
+
+    @property
+    def by_length(self) -> bool:
+        """True if what the model makes of a token, patched as it is now, depends on the length of the whole input."""
+        slots = patched_slots(self.model)
+        if not slots:
+            return self._follows_the_input
+        return any(table.method.depends_on_length(table.rotary) for table in tables_of(slots))
+
+    @property
+    def unpatched(self) -> bool:
+        """True if the model is as it was loaded."""
+        return not patched_slots(self.model)
 
     def _why_whole(self) -> str | None:
         """Return why texts are read whole by the model as it is patched now.

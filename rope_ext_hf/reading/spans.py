@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,6 +117,43 @@ def _shares(total: int, count: int) -> tuple[int, ...]:
     return tuple(round(total * (i + 1) / count) for i in range(count))
 
 
+class Pass(NamedTuple):
+    """A stretch of a document that is read in one pass through a model, and the spans that it scores.
+
+    Attributes:
+        start, stop: the first token of the document in the pass, and the one after the last.
+        context: the length at which length-dependent methods are held.
+        spans: the spans whose targets are scored.
+    """
+
+    start: int
+    stop: int
+    context: int
+    spans: tuple[Span, ...]
+
+
+def span_passes(spans: Iterable[Span], *, by_length: bool) -> list[Pass]:
+    """Return the passes in which spans of one document are read, in the order of the spans.
+
+    Spans that read the same tokens at the same length share a pass. Where the method does not follow the length of the
+    input, so do all spans with the same first token: what a causal model makes of a token does not depend on those
+    behind it, so that the longest pass scores the shorter ones on its way.
+
+    Args:
+        spans: the spans.
+        by_length: whether the method follows the length of the input.
+    """
+    of_pass = attrgetter("context", "start", "stop") if by_length else attrgetter("start")
+    shared: dict[Any, list[Span]] = {}
+    for span in spans:
+        shared.setdefault(of_pass(span), []).append(span)
+    passes = []
+    for group in shared.values():
+        longest = max(group, key=attrgetter("stop"))
+        passes.append(Pass(longest.start, longest.stop, longest.context, tuple(group)))
+    return passes
+
+
 @dataclass(frozen=True)
 class EvalPlan:
     """The spans (stretches of tokens) that a perplexity evaluation reads, the same for every method; pure data.
@@ -129,6 +165,8 @@ class EvalPlan:
         prefix: token ids that stand first in each span, or before each document, see `Protocol`.
         documents: each document that has any spans, and its spans in reading order.
         left_out: the number of documents that are too short for the lengths.
+        recent: the number of tokens that the model as loaded reads for the reference of a protocol that has one, see
+            `Protocol.recent`; 0: there is none.
     """
 
     protocol: Protocol
@@ -137,15 +175,35 @@ class EvalPlan:
     prefix: tuple[int, ...]
     documents: tuple[tuple[Tokens, tuple[Span, ...]], ...]
     left_out: int
+    recent: int = 0
 
-    @property
-    def passes(self) -> list[int]:
-        """The number of tokens in each pass. Spans that share a pass follow each other."""
-        of_pass = attrgetter("context", "start", "stop")
+    def passes(self, *, by_length: bool, recent: bool = False) -> list[int]:
+        """Return the number of tokens in each pass under one method.
+
+        Args:
+            by_length: whether the method follows the length of the input, so that spans from one beginning do not share
+                a pass, see `span_passes`.
+            recent: count the passes of the reference too.
+        """
         passes = []
         for _, spans in self.documents:
-            passes += [stop - start for (_, start, stop), _ in groupby(spans, key=of_pass)]
+            passes += [stop - start for start, stop, _, _ in span_passes(spans, by_length=by_length)]
+            if recent:
+                passes += [self.recent for _ in self.recent_spans(spans)]
         return passes
+
+    def recent_spans(self, spans: Iterable[Span]) -> list[tuple[Span, Span]]:
+        """Return those spans that are longer than `recent` tokens, each with the span of its reference.
+
+        The reference has the same targets, and reads no more than the last `recent` tokens up to their end.
+        """
+        if not self.recent:
+            return []
+        return [
+            (span, span._replace(start=span.score_to - self.recent, stop=span.score_to, context=self.recent))
+            for span in spans
+            if span.score_to - span.start > self.recent
+        ]
 
     def input_ids(self, document: Tokens, start: int, stop: int) -> tuple[Tensor, int]:
         """Return the token ids for one pass, (tokens,) int64, and the position of the first of them in the document.
@@ -166,6 +224,7 @@ def make_plan(
     tokenizer: PreTrainedTokenizerBase | None = None,
     bos: bool | None = None,
     max_spans: int | None = None,
+    context_length: int | None = None,
 ) -> EvalPlan:
     """Cut tokenised documents into spans, the stretches of tokens that are read at once.
 
@@ -177,6 +236,8 @@ def make_plan(
         tokenizer: the tokenizer that gives the prefix.
         bos: see `prefix_tokens`.
         max_spans: the most spans per length, taken evenly over the text; None: all.
+        context_length: that of the model, in tokens, for the reference of a protocol that has one; None: there is no
+            reference.
 
     Raises:
         CorpusError: no document is long enough for one of the lengths.
@@ -208,7 +269,8 @@ def make_plan(
             f"no document has {missing[-1]} tokens, the longest length asked for; "
             f"the longest of {len(documents)} has {longest}. Give longer text or shorter lengths"
         )
-    return EvalPlan(chosen, tuple(ordered), options, prefix, kept, left_out)
+    recent = context_length if chosen.recent and context_length and scored < context_length < ordered[-1] else 0
+    return EvalPlan(chosen, tuple(ordered), options, prefix, kept, left_out, recent)
 
 
 def _spans(
@@ -320,7 +382,7 @@ def prepare(
     documents += without_text if tokenizer is None else tokenize(raw, tokenizer)
     check_vocabulary(model, documents)
     plan = make_plan(documents, tokenizer=tokenizer, bos=bos, **options)
-    check_prompts(model, (), max(plan.passes))
+    check_prompts(model, (), max(plan.passes(by_length=False)))
     return plan
 
 

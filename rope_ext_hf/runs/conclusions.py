@@ -15,7 +15,7 @@ from itertools import combinations
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.runs.findings import Findings
 from rope_ext_hf.runs.grammar import capital, listed
-from rope_ext_hf.runs.measures import Measure, exponential
+from rope_ext_hf.runs.measures import RECENT, Measure, exponential
 from rope_ext_hf.runs.outcomes import Outcome
 
 _UNPATCHED = "the unpatched model"
@@ -51,6 +51,7 @@ def conclude(findings: Findings) -> Conclusion:
     sentences = _best(findings, lead)
     if lead != findings.loaded and not findings.all_alike:
         sentences += _beyond(findings, lead)
+        sentences += _against_recent(findings, lead)
         sentences += _short_inputs(findings, lead)
         sentences += _best_by_one_measure(findings, lead)
     sentences += _reach(findings, lead)
@@ -245,6 +246,26 @@ def _short_inputs(findings: Findings, lead: str) -> list[str]:
         else:
             clauses.append(f"no significant difference in {measure.name} ({after}, unpatched {before})")
     return [f"Short inputs ({length:,} tokens): {'; '.join(clauses)}."] if clauses else []
+
+
+def _against_recent(findings: Findings, lead: str) -> list[str]:
+    """Return a sentence on whether the best method does better than the model as loaded on the last tokens alone."""
+    sentences = []
+    for measure in findings.informative:
+        length = max(measure.lengths(lead), default=0)
+        if length not in measure.recent:
+            continue
+        before, after = _value_text(measure, RECENT, length), _value_text(measure, lead, length)
+        outcome = findings.outcome(measure, (lead, length), (RECENT, length))
+        comparison = {
+            Outcome.BETTER: "better than",
+            Outcome.WORSE: "worse than",
+        }.get(outcome, "not significantly different from")
+        sentences.append(
+            f"Reading all {length:,} tokens is {comparison} reading the last {findings.context_length:,} unpatched "
+            f"({measure.name} {after} against {before})."
+        )
+    return sentences
 
 
 def _best_by_one_measure(findings: Findings, lead: str) -> list[str]:

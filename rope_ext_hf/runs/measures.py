@@ -59,6 +59,10 @@ class Evidence(IntEnum):
     GAIN = 5  # a difference of losses, which also grows where the model reads worse without the evidence
 
 
+RECENT = "recent"
+"""In place of a method's key: the model as loaded, which reads only the last tokens of an input; no key is like it."""
+
+
 @dataclass(frozen=True)
 class Measure:
     """A measure, such as perplexity: one number for each method at each context length, with the items behind it.
@@ -83,6 +87,8 @@ class Measure:
             context length and still count as reading well; None: any significant difference counts.
         of_positions: true if the values of all lengths are from positions in inputs of the longest length. Such values
             say nothing about shorter inputs.
+        recent: by length, the items of the model as loaded when it reads only the last tokens of an input, as many as
+            its context length has room for. `RECENT` stands for it in place of a method's key.
     """
 
     name: str
@@ -97,6 +103,7 @@ class Measure:
     exponential: bool = False
     tolerance: float | None = None
     of_positions: bool = False
+    recent: Mapping[int, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def shares(self) -> bool:
@@ -156,7 +163,10 @@ class Measure:
 
     def mean(self, key: str, length: int, *, level: float = LEVEL) -> Estimate:
         """Return the mean over a method's items at a length, with its interval; a perplexity's mean is in nats."""
-        sums, weights = zip(*self.items[key][length], strict=True)
+        items = self._items_of((key, length))
+        if items is None:
+            raise KeyError(f"{key} was not measured at {length}")
+        sums, weights = zip(*items, strict=True)
         if self.shares:
             shares = [total / weight for total, weight in zip(sums, weights, strict=True)]
             return estimate_share(shares, level=level)
@@ -189,6 +199,8 @@ class Measure:
     def _items_of(self, place: tuple[str, int]) -> Sequence[tuple[float, float]] | None:
         """Return the items (a sum and a weight each) for a method and a length; None if they were not measured."""
         key, length = place
+        if key == RECENT:
+            return self.recent.get(length)
         return self.items.get(key, {}).get(length)
 
     @cached_property

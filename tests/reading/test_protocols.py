@@ -25,6 +25,12 @@ GOLDEN = {
         ProtocolOptions(targets=2),
         [(4, 4, 8, 6, 8, 4), (8, 0, 8, 6, 8, 8), (4, 12, 16, 14, 16, 4), (8, 8, 16, 14, 16, 8)],
     ),
+    "same-start": (
+        17,
+        [4, 8],
+        ProtocolOptions(targets=2),
+        [(4, 0, 4, 2, 4, 4), (8, 0, 8, 6, 8, 8), (4, 8, 12, 10, 12, 4), (8, 8, 16, 14, 16, 8)],
+    ),
     "sliding": (
         10,
         [4, 8],
@@ -110,7 +116,7 @@ def test_prefix_and_stride_are_stated() -> None:
     known = {name: PROTOCOLS[name] for name in GOLDEN}
     assert [name for name, protocol in known.items() if protocol.prefix == "document"] == ["blocks"]
     assert [name for name, protocol in known.items() if protocol.uses_stride] == ["sliding", "stream"]
-    assert [name for name, protocol in known.items() if protocol.uses_targets] == ["matched"]
+    assert [name for name, protocol in known.items() if protocol.uses_targets] == ["matched", "same-start"]
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)

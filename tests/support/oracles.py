@@ -442,8 +442,14 @@ def naive_position(model: Any, ids: Tensor, n: int, longest: int, *, targets: in
     return [(nats(model, ids[:longest], range(after, n)), n - after)]
 
 
+def naive_same_start(model: Any, ids: Tensor, n: int, longest: int, *, targets: int, stride: int) -> Losses:
+    starts = range(0, len(ids) - longest + 1, longest)
+    return [(nats(model, ids[a : a + n], range(n - targets, n)), targets) for a in starts]
+
+
 NAIVE_PROTOCOLS: dict[str, NaiveProtocol] = {
     "matched": naive_matched,
+    "same-start": naive_same_start,
     "sliding": naive_sliding,
     "truncate": naive_truncate,
     "stream": naive_stream,

@@ -183,6 +183,16 @@ class _VLLMScorer:
         self.cost = Cost()
         self.reading = f"by vLLM in steps of {self.chunk:,} tokens"
 
+    @property
+    def by_length(self) -> bool:
+        """True, because each span is a prompt of its own."""
+        return True
+
+    @property
+    def unpatched(self) -> bool:
+        """True if the engine runs the model as it was loaded."""
+        return not present_specs(self.model)
+
     def losses(self, ids: Tensor, first: int, *, length: int | None = None) -> Tensor:
         """Return losses as `TokenScorer.losses` does.
 
