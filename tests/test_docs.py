@@ -336,7 +336,11 @@ def test_older_measurements_name_their_command_and_versions() -> None:
 def test_make_bench_runs_every_benchmark() -> None:
     sources = {file.name: file.read_text("utf-8") for file in (ROOT / "benchmarks").glob("*.py")}
     scripts = {name for name, text in sources.items() if re.search(r"^from record import .*\brecord$", text, re.M)}
-    scripts -= {"gpu.py", "real_models.py", "ruler_table.py"}  # which `make gpu` and `make tables` run
+    scripts -= {
+        "gpu.py",
+        "real_models.py",
+        "ruler_table.py",
+    }  # which `make gpu`, `make real-models` and `make ruler` run
     bench = read("Makefile").partition("\nbench:")[2].partition("\n\n")[0]
     trained = {"docstring_model.py", "train_reference.py"}  # whose models factors.py measures
     assert set(re.findall(r"benchmarks/(\w+\.py)", bench)) == scripts | trained
@@ -345,23 +349,37 @@ def test_make_bench_runs_every_benchmark() -> None:
         assert re.search(rf"benchmarks/{name} --device", bench), name
 
 
-@pytest.mark.thorough
-def test_tables_of_a_model_are_measured_and_drawn(tmp_path: Path) -> None:
-    """What `make tables` does, for the bundled model."""
-    from docs.figures.real_models import section
+@pytest.mark.slow
+def test_a_real_model_is_measured_and_drawn(tmp_path: Path) -> None:
+    """What `make real-models` does, for the bundled model; a second call goes on where the first one was stopped."""
+    from docs.figures.real_models import rise, section
 
-    small = f"--lengths 384 --methods yarn --data {TWO_MODULES} --spans 2 --targets 64 --task key-value --trials 1"
-    files = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "results.jsonl")]
+    out = tmp_path / "real-models.json"
     script = ROOT / "benchmarks" / "real_models.py"
-    run_forked(run_script, script, "--model", "reference", *small.split(), *files, folder=tmp_path)
-    line = json.loads((tmp_path / "results.jsonl").read_text(encoding="utf-8"))
-    assert [(row["method"], row["length"]) for row in line["rows"]] == [
-        (method, length) for method in ("unpatched", "yarn") for length in (256, 384)
+    command = [
+        "--model",
+        "reference",
+        "--data",
+        "stdlib?join=20000",
+        "--texts",
+        "3",
+        "--trials",
+        "1",
+        "--out",
+        str(out),
     ]
-    assert line["rows"][0]["increase"][0] == 0.0
-    page = section(line)
-    assert all(f"{row['loss']:.3f} (" in page for row in line["rows"])
-    assert page.count("| yarn |") == 3
+    run_forked(run_script, script, *command, "--multiples", "2", "--minutes", "0.05", folder=tmp_path)
+    run_forked(run_script, script, *command, "--minutes", "10", folder=tmp_path)
+    (entry,) = json.loads(out.read_text(encoding="utf-8"))["models"]
+    methods = list(dict.fromkeys(row["method"] for row in entry["texts"]))
+    rows = [(row["text"], row["method"], row["multiple"]) for row in entry["texts"]]
+    assert len(rows) == len(set(rows)) == 2 * 3 * len(methods)
+    assert len(entry["answers"]) == 4 * 4
+    assert rise(entry, "unpatched", 2, 256)[:3] == (0.0, 0.0, 0.0)
+    assert rise(entry, "unpatched", 2, 512).low > 0.5  # nats per token: it breaks
+    assert rise(entry, "dca", 2, 512).high < 0.5
+    page = section(entry)
+    assert all(f"| {method if method == 'unpatched' else f'`{method}`'} |" in page for method in methods)
 
 
 MODULES = [*ROOT.glob("rope_ext_hf/*/*.py"), *ROOT.glob("rope_ext_hf/*.py")]

@@ -2,35 +2,96 @@
 
 from __future__ import annotations
 
-from docs.figures.registry import Row, figure, length_heads, length_table, markdown_table, read_lines, stamp
+import math
+from statistics import fmean
+from typing import Any
+
+from docs.figures.registry import Row, figure, length_heads, markdown_table, read_lines, read_result, stamp
+from rope_ext_hf.runs.statistics import Estimate, estimate
 
 
 @figure
 def real_models() -> str:
-    """Three tables for each model and device that was measured last."""
-    lines = {(line["model"], line["device"]): line for line in read_lines() if line["benchmark"] == "real model"}
-    return "\n\n" + "".join(map(section, lines.values())) if lines else "\n\n**No model has been measured yet.**\n\n"
+    """A table for each pretrained model that was measured by benchmarks/real_models.py."""
+    return "\n\n" + "".join(section(entry) for entry in entries())
 
 
-def section(line: Row) -> str:
-    """Loss, retrieval and cost of one model, by method and length."""
-    line = line | {"rows": [row | {"gap": _gap(*row["increase"])} for row in line["rows"]]}
-    loss = "{loss:.3f} ({gap})"
-    cost = (
-        "{tokens_per_second:,}"
-        if line["rows"][0]["gpu_gigabytes"] is None
-        else "{tokens_per_second:,}, {gpu_gigabytes} GB"
-    )
+@figure
+def real_model_line() -> str:
+    """A sentence for the README: what the best measured model reads as loaded, and under the best methods."""
+    entry = entries()[0]
+    length = 2 * entry["context_length"]
+    losses = {method: mean_loss(entry, method, 2, length) for method in ("unpatched", *BEYOND)}
+    patched = " and ".join(f"{math.exp(losses[method]):.1f} under `{method}`" for method in BEYOND)
+    recent = fmean(row["recent"][str(length)] for row in rows(entry, "unpatched", 2))
     return (
-        f"### {line['model']}\n\n{line['parameters'] / 1e9:.3g} billion parameters, context length "
-        f"{line['context_length']:,}, {line['dtype']}; {line['scored_tokens']:,} tokens of {line['documents']} texts "
-        f"in `{line['data']}` scored at every length, {line['questions']} questions of the task `{line['task']}`.\n"
-        + length_table("loss, nats per token", line, loss)
-        + length_table("answered exactly", line, "{found:.0%}")
-        + length_table("tokens read per second", line, cost)
-        + stamp(line, f"benchmarks/real_models.py --model {line['model']}")
-        + "\n\n"
+        f"{entry['model']}, trained at {entry['context_length']:,} tokens, has a perplexity of "
+        f"{math.exp(losses['unpatched']):,.0f} on the end of {length:,} tokens of a novel; {patched}, and "
+        f"{math.exp(recent):.1f} where it reads no more than the last {entry['context_length']:,} of them"
     )
+
+
+BEYOND = ("dca", "self-extend")
+"""The methods that the sentence for the README names."""
+
+
+def entries() -> list[Row]:
+    """Return the measured models, the one with the most texts first."""
+    return sorted(read_result("real-models")["models"], key=lambda entry: -len(texts_of(entry)))
+
+
+def texts_of(entry: Row) -> list[str]:
+    """Return the names of the texts that a model read."""
+    return sorted({row["text"] for row in entry["texts"]})
+
+
+def rows(entry: Row, method: str, multiple: int) -> list[Row]:
+    """Return the rows of a method that was set for a multiple of the context length, one for each text."""
+    return [row for row in entry["texts"] if (row["method"], row["multiple"]) == (method, multiple)]
+
+
+def mean_loss(entry: Row, method: str, multiple: int, length: int) -> float:
+    """Return the mean loss of a method over texts, in nats per token."""
+    return fmean(row["loss"][str(length)] for row in rows(entry, method, multiple))
+
+
+def rise(entry: Row, method: str, multiple: int, length: int) -> Any:
+    """Return by how much the loss of a method is above that of the model as loaded on the same targets.
+
+    The model as loaded reads no more than its context length. Texts are compared one by one. The result is an `Estimate`;
+    None: the method was not measured.
+    """
+    base = {row["text"]: row for row in rows(entry, "unpatched", 2)}
+    if length > 2 * entry["context_length"]:
+        base = {row["text"]: row for row in rows(entry, "unpatched", multiple)}
+    changes = []
+    for row in rows(entry, method, multiple):
+        reference = base.get(row["text"])
+        if reference is not None and str(length) in row["loss"]:
+            short = reference["loss"] if length == entry["context_length"] else reference["recent"]
+            changes.append(row["loss"][str(length)] - short[str(length)])
+    return estimate(changes, [1.0] * len(changes)) if changes else None
+
+
+def section(entry: Row) -> str:
+    """Return the table of one model: the rise of the loss of every method at every length."""
+    context_length = entry["context_length"]
+    columns = [(2, context_length), (2, context_length * 3 // 2), (2, 2 * context_length)]
+    further = [(4, context_length), (4, 4 * context_length)]
+    columns += [column for column in further if any(row["multiple"] == 4 for row in entry["texts"])]
+    methods = dict.fromkeys(row["method"] for row in entry["texts"])
+    table = []
+    for method in methods:
+        cells = [_gap(rise(entry, method, multiple, length)) for multiple, length in columns]
+        table.append([f"`{method}`" if method != "unpatched" else method, *cells])
+    heads = [f"{length:,} ({length / context_length:g}x), set for {multiple}x" for multiple, length in columns]
+    texts = texts_of(entry)
+    note = (
+        f"{len(texts)} {'text' if len(texts) == 1 else 'texts'} ({', '.join(texts)}), {entry['targets']:,} tokens "
+        f"of each scored at every length, {entry['dtype']}. " + stamp(entry, "make real-models")
+    )
+    size = f"{entry['parameters'] / 1e9:.3g} billion parameters, context length {context_length:,}"
+    return f"**{entry['model']}**, {size}:" + markdown_table(["method", *heads], table, note)
 
 
 @figure
@@ -54,8 +115,8 @@ def ruler_section(line: Row) -> str:
         mean = cells[label, None]
         published = [each.numbers(method) for each in tables if method in each.values]
         scores = [f"{cells[label, length]['score']:.1f}" for length in lengths]
-        value, low, high = mean["over_as_loaded"]
-        gap = "" if label == "unpatched" else f" ({_gap(value, low, high, digits=1)})"
+        change = Estimate(*mean["over_as_loaded"], line["samples"])
+        gap = "" if label == "unpatched" else f" ({_gap(change, digits=1)})"
         rows.append([f"`{label}`", *scores, f"{mean['score']:.1f}{gap}", ", ".join(published) or "–"])
     of = f" ({', '.join(f'{each.source}, {each.lengths[0]}' for each in tables)})" if tables else ""
     head = ["RULER, %", *length_heads(lengths, line["context_length"]), "mean, measured here", f"reported{of}"]
@@ -67,7 +128,9 @@ def ruler_section(line: Row) -> str:
     return f"### RULER: {line['model']}\n\n{markdown_table(head, rows, note)}\n\n"
 
 
-def _gap(value: float, low: float | None, high: float | None, digits: int = 3) -> str:
-    """A difference with its interval, where there are items enough for one."""
-    middle, *ends = ("" if each is None else f"{each:+.{digits}f}" for each in (value, low, high))
-    return middle if low is None or high is None else f"{middle} [{', '.join(ends)}]"
+def _gap(change: Estimate | None, digits: int = 3) -> str:
+    """Return a difference with its interval, where there are items enough for one; a dash where it was not measured."""
+    if change is None:
+        return "–"
+    middle, *ends = ("" if end is None else f"{end:+.{digits}f}" for end in change[:3])
+    return middle if change.low is None else f"{middle} [{', '.join(ends)}]"

@@ -1,4 +1,4 @@
-"""`make tables TABLE=ruler`: RULER's tasks of question answering, and the table on the bundled model."""
+"""`make ruler`: RULER's tasks of question answering, and the table on the bundled model."""
 
 from __future__ import annotations
 
