@@ -192,9 +192,10 @@ def _fewer_heads(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fewer_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config values to change for a model with as few layers as hold every kind, at least two.
+    """Return the config values that keep the first layers alone: at least two, and one of every kind.
 
-    The kind of a layer is what the lists of the config say of it: every list with an item for each layer.
+    Two layers are of the same kind if they have the same items in all lists of the config that have an item for each
+    layer.
     """
     layers = values["num_hidden_layers"]
     lists = {key: value for key, value in values.items() if isinstance(value, list) and len(value) == layers}

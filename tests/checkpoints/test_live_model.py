@@ -103,7 +103,7 @@ def test_adapters_come_along(dora: bool) -> None:
 
 def test_what_cannot_be_converted_is_refused() -> None:
     model = build("llama")
-    with pytest.raises(rope.CheckpointError, match="half already"):
+    with pytest.raises(rope.CheckpointError, match="half pairing already"):
         rope.convert(model, "half")
     with pytest.raises(rope.MethodError, match="must be one of half, interleaved, got 'neox'"):
         rope.convert(model, "neox")
@@ -139,7 +139,9 @@ def test_a_family_without_a_rotary_module(name: str) -> None:
     """The table and the config say what rotates; the model itself does not show it."""
     model = build_known(name)
     before, expected = copy.deepcopy(model.state_dict()), logits(model, tokens(24))
-    with pytest.warns(UserWarning, match="runs interleaved: save them for code that runs half"):
+    with pytest.warns(
+        UserWarning, match="rotates in the interleaved pairing: save them for code that rotates in the half"
+    ):
         rope.convert(model, "half")
     assert not torch.allclose(logits(model, tokens(24)), expected, atol=1e-2)
     rope.convert(model, "interleaved")
