@@ -93,8 +93,8 @@ class _SourcePairing:
         if self.detected.pairing == self.pairing:
             return f"the weights agree that the source is in the {self.pairing} pairing"
         return (
-            f"not verified: that the source is in the {self.pairing} pairing; {self.basis}, and the weights do not show "
-            "it"
+            f"not verified: that the source is in the {self.pairing} pairing; {self.basis}, and the weights do not "
+            "show it"
         )
 
 

@@ -73,7 +73,8 @@ class DecoderHooks(ABC):
             if getattr(table.method, "by_length", False):
                 raise UnsupportedModelError(
                     f"the positions of {table.method.name} depend on the length of each input, and torch.jit.trace "
-                    "would keep those of its example for all inputs; trace a model under a frequency method, such as yarn"
+                    "would keep those of its example for all inputs; trace a model under a frequency method, such as "
+                    "yarn"
                 )
 
     def end(self, decoder: nn.Module) -> ForwardContext | None:

@@ -37,7 +37,7 @@ _TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_si
 _INITIALIZER_RANGE = 0.2
 """The standard deviation of random weights; with the usual 0.02, attention would weigh all keys almost alike."""
 _MOST_PARAMETERS = 50_000_000
-"""A larger model is not built: some sizes of its class are not known here."""
+"""A model with more parameters is not built. It is larger where its class has sizes that `stand_in` does not reduce."""
 
 
 @lru_cache(maxsize=4)

@@ -109,7 +109,7 @@ def test_weights_in_other_forms_are_left_behind_and_named(source: Path, tmp_path
 def test_what_it_says(source: Path, tmp_path: Path) -> None:
     with pytest.warns(
         UserWarning,
-        match=r"holds weights in the interleaved pairing, with which transformers does not run 'llama' models; to use it",
+        match=r"holds weights in the interleaved pairing, with which transformers does not run 'llama' models",
     ):
         report = rope.convert_checkpoint(source, tmp_path / "converted", "interleaved")
     assert json.loads(json.dumps(report.to_dict()))["loads_natively"] is False
