@@ -129,7 +129,7 @@ def check_weights(model: nn.Module, decoder: nn.Module) -> None:
 def try_continuation(
     model: nn.Module, decoder: nn.Module, kind: tuple[Any, ...], method: RopeMethod
 ) -> tuple[float, float]:
-    """Compare a forward of a few tokens with one that goes on from the cache of the first of them.
+    """Compare one forward over a few tokens with reading the same tokens in two steps, the second from a cache.
 
     Args:
         model: patched with the method that `small_patch` gives.
