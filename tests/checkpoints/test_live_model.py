@@ -62,7 +62,7 @@ def test_a_wrongly_paired_model_is_mended(name: str) -> None:
     right = randomise(build(name))
     expected = logits(right, tokens(24))
     wrong = copy.deepcopy(right)
-    with pytest.warns(UserWarning, match=f"runs {runs}: save them for code that runs {to}"):
+    with pytest.warns(UserWarning, match=f"in the {runs} pairing: save them for code that rotates in the {to} pairing"):
         rope.convert(wrong, to)
     del wrong.config.rope_pairing  # nothing records the pairing
     assert not torch.allclose(logits(wrong, tokens(24)), expected, atol=1e-2)

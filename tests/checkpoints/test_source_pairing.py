@@ -134,7 +134,7 @@ def test_what_the_user_states_against_the_weights_is_done_and_never_verified(
     ):
         report = convert(source, tmp_path / "new", "interleaved", **options)
     assert "half: you stated it, but the weights look interleaved" in unwrapped(report)
-    assert any("read as half, because you stated it" in note for note in report.notes)
+    assert any("read in the half pairing, because you stated it" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(("score", "said"), [(-0.036, True), (0.036, False), (-0.02, False)])
@@ -249,9 +249,9 @@ def test_a_loaded_model_is_held_to_its_weights(name: str) -> None:
     assert f"for code that runs {stated}: `{call}`" in str(no.value)
     eval(call)
     assert rope.detect_pairing(model).pairing == stated
-    with pytest.raises(rope.CheckpointError, match=f"are {stated} already: .*, and the weights agree"):
+    with pytest.raises(rope.CheckpointError, match=f"are in the {stated} pairing already: .*, and the weights agree"):
         rope.convert(model, stated)
-    with pytest.warns(UserWarning, match=f"look {stated} .*they are read as {true}, because you stated it"):
+    with pytest.warns(UserWarning, match=f"look {stated} .*they are read in the {true} pairing, because"):
         rope.convert(model, stated, source_pairing=true)
 
 
