@@ -79,7 +79,7 @@ def model_folder(name: str | Path, *, revision: str | None = None, weights: bool
     """Return the local folder of a model; a Hub repository is downloaded first.
 
     Args:
-        name: a folder, a Hub id or "reference".
+        name: a folder, a Hub id, or "reference" for the bundled model.
         revision: branch, tag or commit on the Hub.
         weights: whether the weights are needed; if not, the config and files beside it are downloaded.
 
@@ -119,7 +119,7 @@ def _locate(
     The files of a Hub repository are downloaded first; for an adapter, those of its base model as well.
 
     Args:
-        name: a folder, a Hub id or "reference".
+        name: a folder, a Hub id, or "reference" for the bundled model.
         revision: branch, tag or commit on the Hub.
         patterns: patterns of the files that are needed.
         trust_remote_code: whether code that comes with the model may run. It may lie in further repositories, so that
@@ -165,7 +165,7 @@ def read_config(
     For an adapter they are the config of its base model and the record of the patch that it was trained under.
 
     Args:
-        name: a folder, a Hub id or "reference".
+        name: a folder, a Hub id, or "reference" for the bundled model.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether Python code that comes with the model may run.
 
@@ -203,7 +203,8 @@ def load_model(
     """Return a model with its weights, patched as its folder records, in evaluation mode.
 
     Args:
-        name: a folder, a Hub id or "reference"; an adapter is loaded onto its base model, as a `peft.PeftModel`.
+        name: a folder, a Hub id, or "reference" for the bundled model. An adapter is loaded onto its base model, as a
+            `peft.PeftModel`.
         dtype: the dtype of the weights, as torch has it or by its name; "auto": as they are saved.
         device: the name of a device; "auto": the GPU if there is one, else the CPU.
         device_map: a device map of transformers, which is used instead of `device`.

@@ -5,7 +5,7 @@ A package that has a method of its own, for example, states it in its pyproject.
     [project.entry-points."rope_ext_hf.methods"]
     my-method = "my_package.my_method:MyMethod"
 
-The tool box of this package joins in the same way, so that nothing else names it.
+The tool box of this package (`rope_ext_hf.tools`) adds its parts in the same way, so that no other code imports it.
 
 | group | what the name is | what the entry point names |
 |---|---|---|

@@ -97,7 +97,7 @@ def test_a_folder_that_patch_writes_loads_with_transformers_alone(copy: Path, tm
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (("--keys-by", "reference"), "keys_by needs the tool box of this package"),
+        (("--keys-by", "reference"), "keys_by needs rope_ext_hf.tools, a part of this package that is not installed"),
         (("--engine", "vllm"), "no package with engines for --engine is installed, got 'vllm'"),
     ],
     ids=lambda value: value[0],

@@ -206,7 +206,7 @@ def _way(name: str, family: str, target: Target) -> str:
                 engine.with_plugin().config_for(target)
                 return "plug-in"
         message = str(error)
-        if "not checked" in message or "not in the table" in message:
+        if "this package does not know" in message or "not in the table" in message:
             return "unchecked" if has_a_model else "none"
         stated = message.rpartition(" model (")[2].removesuffix(")")
         return f"refused, because {next((text for words, text in _BECAUSE.items() if words in message), stated)}"

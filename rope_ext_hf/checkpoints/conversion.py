@@ -135,8 +135,8 @@ class _PairingConversion(Conversion):
         loads_natively = class_pairing(source.config, after=to) == to
         if not loads_natively:
             self.warnings = (
-                f"{str(dst)!r} holds {to} weights, with which transformers does not run {source.tensors.model_type!r} "
-                f"models; to use it there, convert it back: "
+                f"{str(dst)!r} holds weights in the {to} pairing, with which transformers does not run "
+                f"{source.tensors.model_type!r} models; to use it there, convert it back: "
                 f"{command_line('convert', dst, 'NEW', to=other_pairing(to))}",
             )
         weights = weights_from_source(source, str(source.folder))

@@ -20,8 +20,9 @@ class HeadBlock:
         size: rows per head.
         rotary: rows per head that rotate.
         start: the first rotated row of each head.
-        side: the scores that the rotated rows take part in: "q" with "k", "index_q" with "index_k". Blocks that differ
-            only in it are equal, because their rows move alike.
+        side: the side of the attention scores that the rotated rows compute: "q" or "k", or "index_q" or "index_k" for
+            the scores of an indexer; empty: no rows rotate. Blocks that differ only in their side are equal, because a
+            conversion moves their rows alike.
     """
 
     count: int

@@ -26,9 +26,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
-    """Reorder the rows of every weight, bias, norm and adapter that rotates, in place, one tensor at a time.
+    """Change the pairing of a model in memory, in place, by reordering the rows of its weights.
 
-    If the weights themselves leave their pairing open (see `detect_pairing`), the config is believed.
+    These are the weights, biases, norms and adapters whose outputs are rotated; one tensor is converted at a time. If
+    the weights themselves do not show their pairing (see `detect_pairing`), the config is believed.
 
     Args:
         model: a transformers model, which may be under PEFT.
@@ -64,8 +65,9 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
     runs = class_pairing(config)
     if runs is not None and runs != to:
         warnings.warn(
-            f"these weights are {to} now, and {type(model).__name__} runs {runs}: save them for code that runs {to}, "
-            f"or convert them back (to={runs!r}) to use this model",
+            f"these weights are in the {to} pairing now, and {type(model).__name__} rotates in the {runs} pairing: "
+            f"save them for code that rotates in the {to} pairing, or convert them back (to={runs!r}) to use this "
+            "model",
             stacklevel=2,
         )
     return model

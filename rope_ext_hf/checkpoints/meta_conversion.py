@@ -78,8 +78,8 @@ class MetaImport(Conversion):
             self.warnings += (length.note,)
         if to != "half":
             self.warnings += (
-                f"{str(dst)!r} holds {to} weights, with which transformers does not run 'llama' models; for use "
-                f"there, convert {str(source.folder)!r} to half",
+                f"{str(dst)!r} holds weights in the {to} pairing, with which transformers does not run 'llama' models; "
+                f"for use there, convert {str(source.folder)!r} to half",
             )
         self.report = ConversionReport(
             path=str(dst),

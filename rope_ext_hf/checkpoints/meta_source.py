@@ -209,9 +209,9 @@ def _check_parts(parts: tuple[_Part, ...], weights: Iterable[Weight]) -> None:
     for part in parts:
         unknown = sorted(set(part.tensors) - known)
         if unknown:
+            names = ", ".join(map(repr, unknown[:3])) + (f", ... ({len(unknown)} in all)" if len(unknown) > 3 else "")
             raise CheckpointError(
-                f"{unknown[0]!r} in {str(part.path)!r} does not belong to a model with these params.json; "
-                f"{len(unknown)} such tensors"
+                f"{str(part.path)!r} has tensors that a model with this params.json does not have: {names}"
             )
 
 

@@ -218,7 +218,10 @@ class RotatedWeights:
         if weight.is_meta:
             raise CheckpointError(f"'{path}.weight' is offloaded to disk; give the folder instead of the model")
         if not weight.is_floating_point() and (weight.dtype != torch.int8 or scale_name is None):
-            raise CheckpointError(f"'{path}.weight' is packed into {weight.dtype}")
+            raise CheckpointError(
+                f"'{path}.weight' is quantised: its numbers are packed into {weight.dtype}, so its rows cannot be "
+                "read; give the model before it was quantised"
+            )
         self.tensors.find(f"{path}.weight", weight.shape)  # raises if config and weights disagree
         return weight.float() if scale_name is None else _scaled(weight.float(), self.read(scale_name).float())
 

@@ -74,22 +74,28 @@ class _SourcePairing:
         other, hint = other_pairing(self.pairing), ""
         if self.detected.pairing is None and self._unsure not in self.reasons:
             hint = f"{self._unsure}. "
-        return f"{folder} are {self.pairing} already: {self.reasons}. {hint}If they are {other} after all: {instead}"
+        return (
+            f"{folder} are in the {self.pairing} pairing already: {self.reasons}. {hint}If they are in the {other} "
+            f"pairing after all: {instead}"
+        )
 
     @property
     def warning(self) -> str:
         """The warning for weights that contradict the pairing that the user states."""
         return (
-            f"the weights of {self.detected.path!r} look {_with_score(self.detected)}; they are read as "
-            f"{self.pairing}, because you stated it"
+            f"the weights of {self.detected.path!r} look {_with_score(self.detected)}; they are read in the "
+            f"{self.pairing} pairing, because you stated it"
         )
 
     @property
     def limits(self) -> str:
         """A clause that says whether a verified copy proves anything about the pairing of the source."""
         if self.detected.pairing == self.pairing:
-            return f"the weights agree that the source is {self.pairing}"
-        return f"not verified: that the source is {self.pairing}; {self.basis}, and the weights do not show it"
+            return f"the weights agree that the source is in the {self.pairing} pairing"
+        return (
+            f"not verified: that the source is in the {self.pairing} pairing; {self.basis}, and the weights do not "
+            "show it"
+        )
 
 
 def settle_pairing(
@@ -123,7 +129,7 @@ def settle_pairing(
             statement = f"but {by} says {configured}"
         advice = _right_call(detected.pairing, to, command)
         if configured is not None and configured != to:
-            advice += f". If they are {configured} after all: {command(to, configured)}"
+            advice += f". If they are in the {configured} pairing after all: {command(to, configured)}"
         raise CheckpointError(f"the weights of {detected.path!r} look {_with_score(detected)}, {statement}; {advice}")
     if pairing is None:
         raise CheckpointError(

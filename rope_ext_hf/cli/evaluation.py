@@ -105,7 +105,10 @@ class ReaderOptions(ProcessOptions):
         if read_by_engine is None:
             engines = ", ".join(plug_in_names("readers"))
             if not engines:
-                raise MethodError(f"no package with engines for --engine is installed, got {short(self.engine)!r}")
+                raise MethodError(
+                    f"no package with engines for --engine is installed, got {short(self.engine)!r}; leave it out to "
+                    "read with transformers"
+                )
             raise MethodError(
                 f"--engine takes {engines}, got {short(self.engine)!r}; leave it out to read with transformers"
             )

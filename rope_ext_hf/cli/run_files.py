@@ -139,7 +139,10 @@ def _checked(file: RunFile, function: Callable[..., Any], typed: Collection[str]
                 parameters[key] = tuple(value) if isinstance(value, list) else value
             else:
                 hint = did_you_mean(key, [*checks, *names, *known_parameters])
-                raise MethodError(f"{file.command} has no key {short(key)!r}.{hint}")
+                raise MethodError(
+                    f"a run file for {file.command} has no key {short(key)!r}.{hint} Its keys are the options of "
+                    f"`rope-ext {file.command}`"
+                )
         except MethodError as error:
             raise file.mistake(key, str(error)) from error
     if takes_methods:

@@ -80,7 +80,7 @@ def evaluate(
             "extend the model further"
         )
     if include_path is not None and not Path(include_path).is_dir():
-        raise MethodError(f"include_path must be a folder of tasks, and {str(include_path)!r} is none")
+        raise MethodError(f"include_path must be a folder of tasks, and {str(include_path)!r} is not a folder")
     with TemporaryDirectory() as plug_in_folder, left_out_of_log("lm_eval.api.task", "Custom kwargs can be passed"):
         finder = TaskFinder(plug_in_folder, include_path, all_metadata, lm.max_length)
         if apply_chat_template is None:

@@ -488,7 +488,8 @@ class PerplexityMeasurement(Measurement):
     def digested(self, cell: Cell) -> Iterable[bytes]:
         """Return the bytes that identify what is read at one context length, for a digest.
 
-        They cover the token ids of all documents and their bytes of text, the key tokens, and the spans.
+        They cover the token ids of all documents, the byte of the text at which each token ends, the key tokens, and
+        the spans.
         """
         yield repr(self.plan.prefix).encode()
         for document, _ in self.plan.documents:
@@ -578,8 +579,8 @@ class PerplexityMeasurement(Measurement):
 def loss_increase(run: Run[Result], key: str) -> Estimate | None:
     """Return how much a method raises the loss on short inputs, in nats per token.
 
-    Short inputs are those of the context length. None: the method is the model as loaded, or one of the two was not
-    measured at this length.
+    Short inputs are those of the context length. The result is None for the model as loaded, which is the baseline, or
+    where one of the two was not measured at the context length.
     """
     loaded_key = method_key(run.settings["loaded"])
     if key == loaded_key:

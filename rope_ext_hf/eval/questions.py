@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.plug_ins import plug_in
 from rope_ext_hf.questions import Question, anything, argument, several
@@ -189,13 +190,16 @@ class Perplexity(LengthsQuestion):
             measure_with: loads the model that chooses the key tokens, and measures with it.
 
         Raises:
-            MethodError: `keys_by` is given, and the tool box that chooses key tokens is not installed.
+            MethodError: `keys_by` is given, and `rope_ext_hf.tools`, which chooses key tokens, is not installed.
         """
         if self.keys_by is None:
             return plan
         choose = plug_in("token_choices", "keys_by")
         if choose is None:
-            raise MethodError("keys_by needs the tool box of this package, which is not installed")
+            raise MethodError(
+                "keys_by needs rope_ext_hf.tools, a part of this package that is not installed; install the package "
+                f"again: {install_command('', '--force-reinstall', '--no-deps')}"
+            )
         with_keys: RunPlan[Any] = choose(plan, self, measure_with)
         return with_keys
 

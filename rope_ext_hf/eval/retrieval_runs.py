@@ -210,9 +210,9 @@ class RetrievalRuns(RunKind):
         return HeatMaps(panels, run.context_length, note)
 
     def measures(self, run: Run[Retrieval]) -> Sequence[Measure]:
-        """Return one measure: the share of exact answers, or if no answer is exact, of right answers that rank first.
+        """Return one measure: the share of exact answers; or of right answers that rank first, if no answer is exact.
 
-        An item is a prompt, or all prompts of one text.
+        Confidence intervals are computed over items. An item is one prompt, or all prompts that share one text.
         """
         first = run.results[0]
         exact = any(result.exact_match for result in run.results)

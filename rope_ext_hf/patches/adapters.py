@@ -165,8 +165,9 @@ class Adapter:
         pairing = getattr(base.config, PAIRING_KEY, None) or class_pairing(base.config)
         if self.pairing is not None and pairing not in (None, self.pairing):
             raise CheckpointError(
-                f"the adapter {short(self.path)!r} is {self.pairing}, its base model {short(self.base)!r} {pairing}; "
-                f"convert one of them: {command_line('convert', short(self.path), 'NEW', to=pairing)}"
+                f"the adapter {short(self.path)!r} is in the {self.pairing} pairing, its base model "
+                f"{short(self.base)!r} in the {pairing} pairing; convert one of them, for example the adapter: "
+                f"{command_line('convert', short(self.path), 'NEW', to=pairing)}"
             )
         try:
             from peft import PeftConfig, PeftModel

@@ -96,7 +96,7 @@ def _hooks_for(spec: PatchSpec) -> type[DecoderHooks] | None:
 
 
 def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
-    """Test the first patch of its kind on a class of decoders by a forward that goes on from a cache.
+    """Test the first patch of its kind on a class of decoders: does it compute the same with a cache as without?
 
     Afterwards the model may lack the patch that it had, which the patch that is being applied replaces anyway. Where
     the trial raises UnsupportedModelError, that patch is put on again.

@@ -195,7 +195,10 @@ def _operator(
     """
     context = current_context()
     if context is None or context.token_positions is None:
-        raise UnsupportedModelError("compiled attention of a remapping method ran outside a forward of its decoder")
+        raise UnsupportedModelError(
+            "compiled attention of a remapping method ran outside a forward of its decoder, so the positions of its "
+            "tokens are not known. Call the whole model"
+        )
     kwargs: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "dropout": dropout}
     return _attend_in_context(context.layers[layer], context, mask, query, key, value, **kwargs)
 

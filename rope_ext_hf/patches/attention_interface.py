@@ -167,7 +167,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class _AsLoaded:
-    """A wrapper around an attention module that shows attention functions the config the module was loaded with."""
+    """An attention module with another config: the one that the model was loaded with, for attention functions."""
 
     def __init__(self, module: nn.Module, config: Any) -> None:
         self.module = module
@@ -180,8 +180,13 @@ class _AsLoaded:
 def run_as_loaded(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Run the attention function that a config names, and return its output.
 
-    `module`: the attention module, which shows this config to the function; the other arguments are the function's.
-    The output: (rows, tokens, heads, head_dim of the values).
+    Args:
+        module: the attention module, which the function gets as its first argument.
+        config: the config with the name of the function; while the function runs, it is the module's `config`.
+        args, kwargs: the other arguments of the function.
+
+    Returns:
+        (rows, tokens, heads, head_dim of the values).
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -104,7 +104,7 @@ def needed(settings: Config, key: str, default: float | None = None, *, above: f
     value = settings.get(key, default)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not above < value < math.inf:
         actual = "is missing" if value is None else f"is {value!r}"
-        raise ServingError(f"{key} must be a number above {above:g} and {actual}")
+        raise ServingError(f"{key} must be a number above {above:g}, but {actual}")
     return float(value)
 
 

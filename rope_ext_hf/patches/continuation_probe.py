@@ -1,4 +1,4 @@
-"""Try once whether a patched decoder goes on from its cache as it reads the same tokens in one forward.
+"""Test once whether a patched decoder computes the same with a cache as in one forward over the same tokens.
 
 Hooks around a decoder rely on what transformers calls and hands over inside of it, which changes from release to
 release. Under a remapping or length-dependent method a change that the hooks miss gives other numbers without an error.
@@ -129,7 +129,7 @@ def check_weights(model: nn.Module, decoder: nn.Module) -> None:
 def try_continuation(
     model: nn.Module, decoder: nn.Module, kind: tuple[Any, ...], method: RopeMethod
 ) -> tuple[float, float]:
-    """Compare a forward of a few tokens with one that goes on from the cache of the first of them.
+    """Compare one forward over a few tokens with reading the same tokens in two steps, the second from a cache.
 
     Args:
         model: patched with the method that `small_patch` gives.
@@ -189,8 +189,8 @@ def check_difference(model: nn.Module, decoder: nn.Module, name: str, difference
         whole, continued = _both_ways(decoder, 1)
     if difference <= allowed + _TIMES_SHORTER * _difference(continued, whole):
         raise NotTriedError(
-            f"unpatched, too, {type(decoder).__name__} does not go on from its cache as it reads the same tokens in "
-            "one forward"
+            f"{type(decoder).__name__} computes something else with a cache than in one forward even when it is not "
+            "patched"
         )
     raise _refusal(decoder, name, f"hidden states are off by {difference:.2g} standard deviations")
 
@@ -242,11 +242,12 @@ def _both_ways(decoder: nn.Module, last: int) -> tuple[Tensor, Tensor]:
 
 
 def _refusal(decoder: nn.Module, name: str, reason: str) -> UnsupportedModelError:
-    """Return the error for a decoder that does not go on from its cache under the method `name`."""
+    """Return the error for a decoder that computes something else with a cache under the method `name`."""
     from transformers import __version__
 
     return UnsupportedModelError(
-        f"{type(decoder).__name__} of transformers {__version__} does not go on from its cache under {name} as it "
-        f"reads the same tokens in one forward ({reason}), so that generated text would be wrong. The model is as it "
-        "was. Use a static method (yarn, ntk, linear, ...), or another release of transformers, and please report this"
+        f"under {name}, {type(decoder).__name__} of transformers {__version__} does not compute the same with a cache "
+        f"as in one forward over the same tokens ({reason}), so that generated text would be wrong. The model is as "
+        "it was. Use a static method (yarn, ntk, linear, ...), or another release of transformers, and please report "
+        "this"
     )

@@ -192,9 +192,9 @@ def cache_parameter(*modules: nn.Module) -> str:
 
 
 def _holds_cache(annotation: Any, names: Mapping[str, Any]) -> bool:
-    """Return whether an annotation, or a part of it, is a class of caches.
+    """Return whether the annotation of an argument, or a part of it, is a class of caches.
 
-    `names`: the names of the module that the annotation stands in, by which one that is a string is read.
+    `names`: the global names of the module with the annotation, which may be a string of such names.
     """
     from transformers.cache_utils import Cache
 

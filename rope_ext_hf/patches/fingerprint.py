@@ -78,10 +78,10 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits that are equal for models that rotate alike, from numbers rounded to about 1%.
+        """Twelve hexadecimal digits as a short name for the rotation; numbers are first rounded to about 1%.
 
-        Two models that rotate alike may still have different digests, where a number is at an edge of the rounding.
-        Compare fingerprints by `differences`, and use the digest where there is only room for a short name.
+        Models that rotate alike nearly always have the same digest. They get different ones only if a number lies at an
+        edge of the rounding. To find out whether two models rotate alike, compare their fingerprints by `differences`.
         """
         values: list[Any] = [self.pairing, self.length, _rounded(self.softmax_scale)]
         for name in sorted(self.layers):
@@ -205,8 +205,8 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
 def fingerprint_record(model: nn.Module) -> dict[str, Any]:
     """Return a dict with the fingerprint of a patched model, to be merged into the record of its patch.
 
-    The length is that of the patch, which is saved whatever the live config says. The dict is empty for a model
-    that rotates by a table in its weights.
+    The length in the fingerprint is that of the patch, because this is the length that a saved folder states, even if
+    the live config was changed. The dict is empty for a model that rotates by a table of angles in its weights.
     """
     try:
         saved = fingerprint_of(model)

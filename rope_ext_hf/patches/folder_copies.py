@@ -96,9 +96,10 @@ def save_patched_folder(
 
 
 def _write_patched_config(staging: Path, model: PreTrainedModel, out: Path) -> None:
-    """Write the config of a patched model into a copy of its folder, and raise the lengths in the files beside it.
+    """Write the config of a patched model into a copy of its folder, and the extended length into two other files.
 
-    `out` is the name that the folder gets later.
+    These are generation_config.json (`max_length`) and tokenizer_config.json (`model_max_length`), where they state a
+    shorter length. `out` is the name that the folder gets later.
     """
     state = patched_slots(model)[0].state
     with left_out_of_log(*UNKNOWN_TYPE):

@@ -72,8 +72,9 @@ class DecoderHooks(ABC):
         for table in tables_of(self.slots):
             if getattr(table.method, "by_length", False):
                 raise UnsupportedModelError(
-                    f"{table.method.name} sees positions by the length of each input, and torch.jit.trace would keep "
-                    "those of its example for all inputs; trace a model under a frequency method, such as yarn"
+                    f"the positions of {table.method.name} depend on the length of each input, and torch.jit.trace "
+                    "would keep those of its example for all inputs; trace a model under a frequency method, such as "
+                    "yarn"
                 )
 
     def end(self, decoder: nn.Module) -> ForwardContext | None:

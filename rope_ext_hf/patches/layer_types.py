@@ -26,7 +26,7 @@ _NOT_FULL = SLIDING | {"linear_attention", "conv", "moe", "mamba", "recurrent"}
 LayerType = str | None
 """The name of one of several rotary embeddings, a layer type in most families; None: there is one for all layers."""
 Layers = str | int | Sequence[str | int]
-"""A choice of layers: layer types, keys of `rope_parameters`, or indices from 0 on."""
+"""A choice of layers: layer types, keys of `rope_parameters`, or indices that count from 0."""
 _LISTED_INDICES = 6
 """How many layers a message names before it says "..."."""
 

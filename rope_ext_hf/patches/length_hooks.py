@@ -39,10 +39,13 @@ from rope_ext_hf.rotary.rotating_cache import Layers, rotate_cached_keys_, rotat
 
 
 class LengthHooks(DecoderHooks):
-    """Hooks around the forward of a decoder under a length-dependent method.
+    """Hooks around a decoder's forward that make its frequencies those of each input's length.
 
-    They raise LengthError for a cache that something else has filled, or whose keys cannot be rotated again. Inside
-    `fixed_length` no frequencies change, so that any cache of this model and this length will do.
+    Before a forward they set the frequencies of the rotary modules by the lengths of the rows, and rotate the keys in
+    the cache to these frequencies. After it they record with the cache how its keys are rotated.
+
+    They raise LengthError for a cache that other code has filled, or whose keys cannot be rotated again. Inside
+    `fixed_length` no frequencies change, so any cache that this model filled at the same fixed length is accepted.
     """
 
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
@@ -245,10 +248,12 @@ def _rotate_in_place(
 
 
 def _rotate_on_read(continued: _Continued, layers: Layers, new: int) -> ExitStack:
-    """Make the layers of a cache return rotated copies of their keys, until the returned stack is closed.
+    """Make the layers of a cache return their keys at the present frequencies, until the returned stack is closed.
 
-    The last `new` keys come rotated by the model's present frequencies, and are rotated back before they are stored, so
-    that all keys in the cache keep the frequencies of the lengths that they were stored at.
+    The cache itself keeps every key of a row at the frequencies of one earlier length, `continued.stored.lengths`.
+    Reading therefore returns copies of the keys, rotated to the frequencies of the present length. The last `new` keys
+    are those of this forward, which the model has rotated with the present frequencies. They are rotated to the earlier
+    frequencies before they are stored, so that one rotation is right for all keys at the next reading, too.
     """
     undo = ExitStack()
     for scaled, group in _by_attention_factor(layers):

@@ -24,7 +24,7 @@ class ConfigSwap:
     written: dict[str, Any] = field(default_factory=dict)  # the values of `patched` when the patch was done
 
     def note_written(self) -> None:
-        """Remember the present values of `patched`, so that what its user changes later can be told from them.
+        """Remember the present values of `patched`, so that later changes by the user can be recognised.
 
         Configs inside this config are left out: each of them has a swap of its own.
         """

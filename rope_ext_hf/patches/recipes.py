@@ -140,8 +140,8 @@ def recipe_note(config: Any, rotary: Rotary, method: RopeMethod | None = None) -
 def recipe_warning(config: Any, rotary: Rotary, method: RopeMethod, length: int | None) -> str | None:
     """Return a warning where a patch could be mistaken for the published one but is not; None for other patches.
 
-    That is a patch by the published method with the published factor or extended length, or over another context length
-    than the published one.
+    Such a patch has the published method with other parameters. The warning is given if the factor or the extended
+    length is the published one, or if the patch extends another context length than the published patch.
 
     Args:
         config: the text config without patches.

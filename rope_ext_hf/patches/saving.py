@@ -60,7 +60,7 @@ class _RewritingSave:
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Save the model as transformers does, then rewrite its config; warn where plain transformers will stop."""
+        """Save the model as transformers does, then rewrite its config; warn if plain transformers cannot load it."""
         save = partial(type(self.model).save_pretrained, self.model, save_directory, is_main_process, *args, **kwargs)
         if getattr(self.model, "_hf_peft_config_loaded", False):  # it saves its adapter alone, without a config
             save(push_to_hub=push_to_hub)
@@ -79,7 +79,7 @@ class _RewritingSave:
 
 
 def _warn_of_plain_loading(model: nn.Module) -> None:
-    """Warn if plain transformers stops at the folder that was just saved."""
+    """Warn if plain transformers raises an error when it loads the folder that was just saved."""
     state = patched_slots(model)[0].state
     method, rotary = state.spec.method, state.spec.rotary
     if state.encoding.loads_plainly:
@@ -93,7 +93,7 @@ def _warn_of_plain_loading(model: nn.Module) -> None:
         )
     warn_caller(
         "this folder loads with rope_ext_hf.from_pretrained alone: transformers has no rope type for "
-        f"{method.name}, and stops{native}"
+        f"{method.name}, and raises an error{native}"
     )
 
 

@@ -222,7 +222,10 @@ class PatchedSlot(nn.Module):
         return table
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode as any module does, and call `before_use`: `model.train()` and `model.eval()` pass here."""
+        """Set the mode as any module does, and call `before_use`.
+
+        `model.train()` and `model.eval()` call this method.
+        """
         super().train(mode)
         if self.before_use is not None and not torch.compiler.is_compiling():
             self.before_use(self)

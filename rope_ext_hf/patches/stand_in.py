@@ -37,7 +37,7 @@ _TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_si
 _INITIALIZER_RANGE = 0.2
 """The standard deviation of random weights; with the usual 0.02, attention would weigh all keys almost alike."""
 _MOST_PARAMETERS = 50_000_000
-"""A larger model is not built: some sizes of its class are not known here."""
+"""A model with more parameters is not built. It is larger where its class has sizes that `stand_in` does not reduce."""
 
 
 @lru_cache(maxsize=4)
@@ -192,9 +192,10 @@ def _fewer_heads(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fewer_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config values to change for a model with as few layers as hold every kind, at least two.
+    """Return the config values that keep the first layers alone: at least two, and one of every kind.
 
-    The kind of a layer is what the lists of the config say of it: every list with an item for each layer.
+    Two layers are of the same kind if they have the same items in all lists of the config that have an item for each
+    layer.
     """
     layers = values["num_hidden_layers"]
     lists = {key: value for key, value in values.items() if isinstance(value, list) and len(value) == layers}

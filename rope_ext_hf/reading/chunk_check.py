@@ -33,7 +33,7 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
     ids = torch.linspace(vocabulary // 8, 7 * vocabulary // 8, CHECKED_TOKENS, device=device).long()
     expected = _ordinary_logits(reader, ids, tolerance)
     if reader.decoder is model or reader.head is None:
-        return "its class has no decoder and head apart"
+        return "the model's class does not separate its decoder from its head"
 
     trial = replace(reader, chunk=_CHUNK, longest=1)
     try:
@@ -44,7 +44,7 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
         return str(error)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         # Raised by a class that takes no such cache. Too little memory and failed kernels are RuntimeErrors.
-        return f"its decoder does not read onto a cache: {one_line(error)}"
+        return f"the model's decoder does not read onto a cache: {one_line(error)}"
     for index, window in remapped_windows(model):
         cache.seen.setdefault(index, set()).add(window)
 
@@ -56,8 +56,8 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
             reader.finish, reader.windows = finish, cache.safe_windows()
             return None
     return (
-        f"in chunks its logits are off by {min(differences):.2g} standard deviations, more than the {tolerance:g} "
-        "that rounding may make"
+        f"in chunks the model's logits are off by {min(differences):.2g} standard deviations, more than the "
+        f"{tolerance:g} that rounding may make"
     )
 
 

@@ -57,7 +57,8 @@ class _MaskRule:
             4); None: they see all.
         past: the number of tokens before the queries.
         keys: the number of keys that the layer's cache returns, those of the queries included.
-        placed: the positions that the first layer computed, kept for all layers.
+        placed: the positions of queries and keys, by their device and numbers; the first layer that needs them computes
+            them for all layers.
     """
 
     window: int | None
@@ -67,11 +68,11 @@ class _MaskRule:
     placed: dict[Hashable, TokenPositions] = field(default_factory=dict, compare=False)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise _MaskReadError(f"its decoder works with its attention mask itself (.{name})")
+        raise _MaskReadError(f"the model's decoder works with its attention mask itself (.{name})")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise _MaskReadError(f"its decoder works with its attention mask itself ({function.__name__})")
+        raise _MaskReadError(f"the model's decoder works with its attention mask itself ({function.__name__})")
 
 
 def _mask_rule(*args: Any, **kwargs: Any) -> _MaskRule:
@@ -81,13 +82,13 @@ def _mask_rule(*args: Any, **kwargs: Any) -> _MaskRule:
     window = chunk = None
     padding: Tensor | None = kwargs.get("attention_mask")  # some decoders make one of ones
     if padding is not None and not bool(padding.all()):
-        raise NotReadInChunksError("its decoder hides some tokens from all others")
+        raise NotReadInChunksError("the model's decoder hides some tokens from all others")
     if is_sliding(kwargs):
         window = kwargs["local_size"]
     elif (size := chunk_size(kwargs)) is not None:
         chunk = size
     elif kwargs.get("mask_function") is not causal_mask_function:
-        raise NotReadInChunksError("its mask is more than causality with or without a window")
+        raise NotReadInChunksError("the model's mask is more than causality with or without a window")
     return _MaskRule(window, chunk, tokens_before_queries(kwargs), kwargs["kv_length"])
 
 
@@ -118,19 +119,20 @@ def _chunked_attention(
     """
     unsupported = [name for name in _UNSUPPORTED if keywords.get(name) is not None]
     if unsupported:
-        raise NotReadInChunksError(f"its attention is given {', '.join(unsupported)}")
+        raise NotReadInChunksError(f"the model's attention is given {', '.join(unsupported)}")
     if not getattr(module, "is_causal", True) or keywords.get("is_causal") is False:
-        raise NotReadInChunksError("its attention is not causal")
+        raise NotReadInChunksError("the model's attention is not causal")
     if isinstance(attention_mask, Tensor):
-        raise NotReadInChunksError("its decoder makes a mask of its own")
+        raise NotReadInChunksError("the model's decoder makes a mask of its own")
     tokens, keys = query.shape[-2], key.shape[-2]
     rule = _MaskRule(None, None, keys - tokens, keys) if attention_mask is None else attention_mask
     if rule.keys != keys:
-        raise NotReadInChunksError(f"its attention has {keys} keys for {rule.keys} tokens")
+        raise NotReadInChunksError(f"the model's attention has {keys} keys for {rule.keys} tokens")
     if keywords.get("sliding_window") not in (None, rule.window):
         # sdpa and eager attention follow the mask, flash attention the keyword: it is unknown which one is meant
         raise NotReadInChunksError(
-            f"its mask has the window {rule.window}, its attention the window {keywords['sliding_window']}"
+            f"the model's mask has the window {rule.window}, but its attention has the window "
+            f"{keywords['sliding_window']}"
         )
     reach_seen = _REACH_SEEN.get()
     if reach_seen is not None:

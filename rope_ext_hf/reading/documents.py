@@ -99,9 +99,11 @@ def token_ids(ids: Sequence[Any], where: str) -> array[int]:
     """Return token ids as an array of 64-bit integers, which takes a fifth of the memory of a list.
 
     Raises:
-        CorpusError: an element is not a whole number from 0 on; the message begins with `where`.
+        CorpusError: an element is not a whole number, 0 or larger; the message begins with `where`.
     """
     for item in ids:
         if type(item) is not int or not 0 <= item < _MAX_TOKEN_ID:
-            raise CorpusError(f"{where}: {short(repr(item))} is not a token id; they are whole numbers from 0 on")
+            raise CorpusError(
+                f"{where}: {short(repr(item))} is not a token id; token ids are whole numbers, 0 or larger"
+            )
     return array("q", ids)

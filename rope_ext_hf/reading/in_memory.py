@@ -24,7 +24,10 @@ def documents_in(data: Any, column: str | None) -> Iterator[Document | Tokens]:
     elif items and all(isinstance(item, Path) for item in items):
         yield from _documents_of_paths(items, column)
     elif column is not None:
-        raise CorpusError(f"no rows with columns were given, so there is no column {column!r}")
+        raise CorpusError(
+            f"the texts were given without columns, so there is no column {column!r}; leave out the column, or give "
+            "rows: dicts, or a datasets.Dataset"
+        )
     else:
         for number, item in enumerate(items, 1):
             yield _document(item, f"text {number}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 GPU_WORKING_BYTES = 2 * 2**30  # activations and logits
 _WORKING_BYTES = {"cpu": 300 * 2**20}  # larger chunks were no faster on a CPU
 _WORKING_SHARE = 16  # activations and logits get 1/16 of the free memory: the cache and other processes need room too
-_AMPLE = 4  # an estimate is not worth a line if so many times as much memory is free
+_AMPLE = 4  # an estimate is not worth a line if this many times the memory that is needed is free
 _CPU = torch.device("cpu")
 
 
@@ -47,7 +47,10 @@ class MemoryEstimate:
         return self.weights + self.cache + self.working + self.logits + self.training
 
     def is_ample(self, device: torch.device) -> bool:
-        """Return whether so much more memory is free, on the device and in main memory, that no estimate is shown."""
+        """Return whether much more memory is free than is needed, on the device and in main memory.
+
+        No estimate is shown then.
+        """
         return _AMPLE * self.total <= available(device) and _AMPLE * self.offloaded <= available(_CPU)
 
     def __str__(self) -> str:

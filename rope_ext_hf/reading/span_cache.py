@@ -118,7 +118,9 @@ def _span_layer(capacity: int, offload: bool, stock: Any = None) -> Any:
     stock = DynamicLayer() if stock is None else stock
     kind = type(stock)
     if kind.__module__ != cache_utils.__name__ or kind.__name__ not in (_FULL, _SLIDING, *_HYBRID, *_STATE):
-        raise NotReadInChunksError(f"its cache has layers of the class {kind.__name__}")
+        raise NotReadInChunksError(
+            f"the model's cache has layers of the class {kind.__name__}, which this package does not know"
+        )
     if kind.__name__ in _STATE:
         return stock
     hybrid = kind.__name__ in _HYBRID
@@ -141,7 +143,7 @@ class SpanCache(StoringCache):
 
     Attributes:
         stated: the sliding windows that the config states, by the index of the layer.
-        seen: for each layer, by its index, how many keys back its queries were seen to attend; None stands for all.
+        seen: for each layer, by its index, the numbers that `see` has recorded for it.
         empty: the state of the empty cache, for `restore`.
     """
 
@@ -151,7 +153,7 @@ class SpanCache(StoringCache):
         try:
             super().__init__(config=config)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise NotReadInChunksError(f"transformers makes no cache from its config ({error})") from error
+            raise NotReadInChunksError(f"transformers makes no cache from the model's config ({error})") from error
         self.capacity, self.offload = capacity, offload
         stocks: list[Any] = vars(self)["layers"]
         self.stated = {
@@ -168,9 +170,9 @@ class SpanCache(StoringCache):
         self.empty = self.state()
 
     def see(self, reach: int | None) -> None:
-        """Note how many keys back the queries of the layer that was updated last attend.
+        """Record how many of the latest keys each query attends to in the layer that was updated last.
 
-        None: they attend to all keys.
+        `reach` is this number, which includes the key of the query itself; None: the query attends to all keys.
         """
         self.seen.setdefault(self.updated, set()).add(reach)
 

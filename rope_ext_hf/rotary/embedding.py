@@ -391,7 +391,10 @@ def _check_arrangement(rotary: Rotary, layout: str, axis_of_pair: Sequence[int] 
     if layout not in get_args(Layout):
         raise MethodError(f"layout must be one of {', '.join(get_args(Layout))}; got {layout!r}")
     if axis_of_pair is not None and (len(axis_of_pair) != rotary.dim // 2 or min(axis_of_pair, default=0) < 0):
-        raise MethodError(f"axis_of_pair must be {rotary.dim // 2} numbers from 0 on, got {list(axis_of_pair)}")
+        raise MethodError(
+            f"axis_of_pair must have the index of an axis, 0 or larger, for each of {rotary.dim // 2} pairs, got "
+            f"{list(axis_of_pair)}"
+        )
 
 
 def _no_tokens() -> Tensor:

@@ -208,7 +208,7 @@ class Findings:
         unbeaten = self._by_value(unbeaten)
 
         def preference(key: str) -> tuple[bool, bool, bool]:
-            """Return the sort key for a method; False sorts before True, so that a preferred method has False."""
+            """Return the sort key for a method, by the order that `unbeaten` describes; False sorts before True."""
             return key not in self.present, key != self.loaded, self.costs_short_inputs(key)
 
         return sorted(unbeaten, key=preference)

@@ -1,4 +1,4 @@
-"""The items (documents or prompts) that a run reads, the way to score each, and the plan that adds the methods."""
+"""Measurements, which read and score documents or prompts, and run plans: a measurement with the methods to compare."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class Measurement(ABC):
     def digested(self, cell: Cell) -> Iterable[bytes]:
         """Return bytes for a digest of everything that the values in a cell depend on.
 
-        These are the token ids that are read, the bytes of text for each token, and the way in which they are scored.
+        These are the token ids that are read, the number of bytes of text that each token stands for if the values
+        depend on it, and the way in which the tokens are scored.
         """
 
     @property

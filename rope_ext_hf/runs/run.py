@@ -101,7 +101,7 @@ class Run(Generic[R_co]):
         path: the run's folder; None for a run that was measured without files.
         settings: everything that the numbers depend on: model, text, protocol, versions. run.json holds it.
         results: one result for each method and cell (a context length, alone or with a depth or task) that is complete.
-        kind: the kind of the run, which shows it.
+        kind: the kind of run, such as perplexity; it makes the tables, charts and pictures of the results.
         unit: the unit in which losses are shown: "perplexity", "nats" (per token) or "bits" (per byte).
     """
 

@@ -52,7 +52,8 @@ class RunFile:
 
     Attributes:
         command: the command of `rope-ext` that makes the run.
-        model: a folder, a Hub id or "reference"; a dict with the key `IN_MEMORY` where no file can name the model.
+        model: a folder, a Hub id, or "reference" for the bundled model; a dict with the key `IN_MEMORY` where no file
+            can name the model.
         options: all other options, by their names in Python.
         versions: the versions of the packages that the run was measured with.
         lines: the line number of each key in the file `source`.

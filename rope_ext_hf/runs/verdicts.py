@@ -65,12 +65,12 @@ def verdict(
     if perplexity:
         unit, digits = "percent", 1
 
-    def written(nats: float) -> float:
+    def written(number: float) -> float:
         """Return a change as the number that the text shows.
 
-        That is the change in percent of the perplexity for a change in nats, or else the change times `scale`.
+        With `perplexity`, a change in nats becomes one in percent of the perplexity; else it is multiplied by `scale`.
         """
-        return 100 * (exponential(nats) - 1) if perplexity else scale * nats
+        return 100 * (exponential(number) - 1) if perplexity else scale * number
 
     value = written(change.value)
     direction = "lower" if change.value < 0 else "higher"

@@ -190,7 +190,11 @@ class _Meeting:
 
 
 def tell_others(error: BaseException) -> None:
-    """If this process fails before it has connected to the others, connect and make the others end, too."""
+    """Make the other processes of a run end after an error in this one, if it has not connected to them yet.
+
+    Without this they would wait for it. Nothing is done if no launcher started this process, or if it has connected: it
+    then tells the others of errors itself.
+    """
     if not _Meeting.met and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         with suppress(RopeExtError, ValueError):
             _Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).leave(error)

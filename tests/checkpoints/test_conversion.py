@@ -109,7 +109,7 @@ def test_weights_in_other_forms_are_left_behind_and_named(source: Path, tmp_path
 def test_what_it_says(source: Path, tmp_path: Path) -> None:
     with pytest.warns(
         UserWarning,
-        match=r"holds interleaved weights, with which transformers does not run 'llama' models; to use it there",
+        match=r"holds weights in the interleaved pairing, with which transformers does not run 'llama' models",
     ):
         report = rope.convert_checkpoint(source, tmp_path / "converted", "interleaved")
     assert json.loads(json.dumps(report.to_dict()))["loads_natively"] is False
@@ -123,13 +123,16 @@ def test_what_it_says(source: Path, tmp_path: Path) -> None:
 
 def test_converting_twice_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        rope.CheckpointError, match=r"are half already: the config or the model family says so; .* --from interleaved"
+        rope.CheckpointError,
+        match=r"are in the half pairing already: the config or the model family says so; .* --from interleaved",
     ):
         convert(source, tmp_path / "converted", "half")
     convert(source, tmp_path / "once", "interleaved")
-    with pytest.raises(rope.CheckpointError, match="are interleaved already: the config or the model family says so"):
+    with pytest.raises(
+        rope.CheckpointError, match="are in the interleaved pairing already: the config or the model family says so"
+    ):
         convert(tmp_path / "once", tmp_path / "converted", "interleaved")
-    with pytest.raises(rope.CheckpointError, match="are interleaved already: you stated it"):
+    with pytest.raises(rope.CheckpointError, match="are in the interleaved pairing already: you stated it"):
         convert(source, tmp_path / "converted", "interleaved", source_pairing="interleaved")
     assert untouched(tmp_path)
     convert(tmp_path / "once", tmp_path / "twice", "interleaved", force=True)
@@ -448,7 +451,7 @@ def test_adapters_of_peft(
 
     report = convert(tmp_path / "adapter", tmp_path / "new adapter", "interleaved", verify=True)
     assert report.converted == 4 * (1 + len(options))
-    with pytest.raises(rope.CheckpointError, match="are interleaved already"):
+    with pytest.raises(rope.CheckpointError, match="are in the interleaved pairing already"):
         convert(tmp_path / "new adapter", tmp_path / "twice", "interleaved")
     convert(tmp_path / "base", tmp_path / "new base", "interleaved")
     with warnings.catch_warnings():

@@ -62,7 +62,7 @@ def test_a_wrongly_paired_model_is_mended(name: str) -> None:
     right = randomise(build(name))
     expected = logits(right, tokens(24))
     wrong = copy.deepcopy(right)
-    with pytest.warns(UserWarning, match=f"runs {runs}: save them for code that runs {to}"):
+    with pytest.warns(UserWarning, match=f"in the {runs} pairing: save them for code that rotates in the {to} pairing"):
         rope.convert(wrong, to)
     del wrong.config.rope_pairing  # nothing records the pairing
     assert not torch.allclose(logits(wrong, tokens(24)), expected, atol=1e-2)
@@ -103,7 +103,7 @@ def test_adapters_come_along(dora: bool) -> None:
 
 def test_what_cannot_be_converted_is_refused() -> None:
     model = build("llama")
-    with pytest.raises(rope.CheckpointError, match="half already"):
+    with pytest.raises(rope.CheckpointError, match="half pairing already"):
         rope.convert(model, "half")
     with pytest.raises(rope.MethodError, match="must be one of half, interleaved, got 'neox'"):
         rope.convert(model, "neox")
@@ -139,7 +139,9 @@ def test_a_family_without_a_rotary_module(name: str) -> None:
     """The table and the config say what rotates; the model itself does not show it."""
     model = build_known(name)
     before, expected = copy.deepcopy(model.state_dict()), logits(model, tokens(24))
-    with pytest.warns(UserWarning, match="runs interleaved: save them for code that runs half"):
+    with pytest.warns(
+        UserWarning, match="rotates in the interleaved pairing: save them for code that rotates in the half"
+    ):
         rope.convert(model, "half")
     assert not torch.allclose(logits(model, tokens(24)), expected, atol=1e-2)
     rope.convert(model, "interleaved")

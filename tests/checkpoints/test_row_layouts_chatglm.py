@@ -231,7 +231,9 @@ def test_logits_are_equal_under_the_other_rotation(name: str, trust: bool, tmp_p
     tensors, ids = random_tensors(config), tokens(24)[0]
     source = write(tmp_path / "source", tensors, config)
     before = content(source)
-    with pytest.warns(UserWarning, match="holds half weights, with which transformers does not run 'chatglm' models"):
+    with pytest.warns(
+        UserWarning, match="holds weights in the half pairing, with which transformers does not run 'chatglm' models"
+    ):
         report = rope.convert_checkpoint(source, tmp_path / "half", "half", verify=True, trust_remote_code=trust)
     assert (report.source, report.to, report.loads_natively) == ("interleaved", "half", False)
     assert report.converted == config["num_layers"] * (2 if config["add_qkv_bias"] else 1)
@@ -260,7 +262,7 @@ def test_a_model_that_is_half_by_its_own_word(tmp_path: Path) -> None:
     config = own_config("chatglm", original_rope=False)
     tensors, ids = random_tensors(config), tokens(24)[0]
     source = write(tmp_path / "source", tensors, config)
-    with pytest.raises(rope.CheckpointError, match="are half already: the config or the model family"):
+    with pytest.raises(rope.CheckpointError, match="are in the half pairing already: the config or the model family"):
         rope.convert_checkpoint(source, tmp_path / "half", "half")
     report = rope.convert_checkpoint(source, tmp_path / "converted", "interleaved")
     assert report.loads_natively

@@ -75,7 +75,7 @@ def test_weights_that_contradict_the_config_are_not_converted_by_it(name: str, t
     code, out, _ = run(*right, "--verify")
     assert code == 0
     assert f"{true}: you stated it, and the weights agree" in unwrapped(out)
-    assert f"the weights agree that the source is {true}" in unwrapped(out)
+    assert f"the weights agree that the source is in the {true} pairing" in unwrapped(out)
     assert rope.detect_pairing(tmp_path / "twice").pairing == stated
     convert(tmp_path / "twice", tmp_path / "back", true)
     assert same(all_tensors(tmp_path / "back"), all_tensors(source))
@@ -89,7 +89,7 @@ def test_weights_that_agree_are_converted_and_the_report_says_so(name: str, tmp_
     source = saved(tmp_path / "source", name, runs(name))
     report = convert(source, tmp_path / "new", OTHER[runs(name)], verify=True)
     assert f"{runs(name)}: the config or the model family says so, and the weights agree (score" in unwrapped(report)
-    assert str(report.verified).endswith(f"the weights agree that the source is {runs(name)}")
+    assert str(report.verified).endswith(f"the weights agree that the source is in the {runs(name)} pairing")
 
 
 def test_the_rows_that_the_printed_command_moves(tmp_path: Path) -> None:
@@ -129,10 +129,12 @@ def test_what_the_user_states_against_the_weights_is_done_and_never_verified(
     with pytest.raises(rope.CheckpointError, match=r"could not be verified: .* look interleaved .*leave out verify"):
         convert(source, tmp_path / "new", "interleaved", verify=True, **options)
     assert untouched(tmp_path, "new")
-    with pytest.warns(UserWarning, match=r"look interleaved .*; they are read as half, because you stated it"):
+    with pytest.warns(
+        UserWarning, match=r"look interleaved .*; they are read in the half pairing, because you stated it"
+    ):
         report = convert(source, tmp_path / "new", "interleaved", **options)
     assert "half: you stated it, but the weights look interleaved" in unwrapped(report)
-    assert any("read as half, because you stated it" in note for note in report.notes)
+    assert any("read in the half pairing, because you stated it" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(("score", "said"), [(-0.036, True), (0.036, False), (-0.02, False)])
@@ -152,9 +154,10 @@ def test_weights_that_do_not_tell_go_by_the_config_and_the_report_says_so(tmp_pa
         "half: the config or the model family says so; the weights do not show it: the difference between"
         in unwrapped(report)
     )
-    assert "not verified: that the source is half" in str(report.verified)
+    assert "not verified: that the source is in the half pairing" in str(report.verified)
     with pytest.raises(
-        rope.CheckpointError, match=r"half already: the config or the model family says so; .*Unsure. `rope-ext detect"
+        rope.CheckpointError,
+        match=r"half pairing already: the config or the model family says so; .*Unsure. `rope-ext detect",
     ):
         convert(tmp_path / "source", tmp_path / "again", "half")
 
@@ -200,7 +203,7 @@ def _of_no_length() -> Iterator[None]:
 def test_into_metas_format_and_out_of_it(tmp_path: Path) -> None:
     """Interleaved rows stay where they are; a file in that format with half-paired rows is refused as well."""
     source = saved(tmp_path / "source", "llama", "interleaved")
-    with pytest.raises(rope.CheckpointError, match=r"look interleaved .* they are half") as no:
+    with pytest.raises(rope.CheckpointError, match=r"look interleaved .* they are in the half pairing") as no:
         convert(source, tmp_path / "meta", "meta", verify=True)
     right = printed(str(no.value))[0]
     assert right == ["convert", str(source), str(tmp_path / "meta"), "--to", "meta", "--from", "interleaved"]
@@ -220,7 +223,7 @@ def test_into_metas_format_and_out_of_it(tmp_path: Path) -> None:
     assert right[-4:] == ["--to", "interleaved", "--from", "half"]
     for to in PAIRINGS:
         report = convert(tmp_path / "meta", tmp_path / to, to, source_pairing="half", verify=True)
-        assert "the weights agree that the source is half" in str(report.verified)
+        assert "the weights agree that the source is in the half pairing" in str(report.verified)
     assert torch.equal(all_tensors(tmp_path / "interleaved")["model.layers.0.self_attn.q_proj.weight"], rows)
     mine, plain = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half"),
@@ -246,9 +249,9 @@ def test_a_loaded_model_is_held_to_its_weights(name: str) -> None:
     assert f"for code that runs {stated}: `{call}`" in str(no.value)
     eval(call)
     assert rope.detect_pairing(model).pairing == stated
-    with pytest.raises(rope.CheckpointError, match=f"are {stated} already: .*, and the weights agree"):
+    with pytest.raises(rope.CheckpointError, match=f"are in the {stated} pairing already: .*, and the weights agree"):
         rope.convert(model, stated)
-    with pytest.warns(UserWarning, match=f"look {stated} .*they are read as {true}, because you stated it"):
+    with pytest.warns(UserWarning, match=f"look {stated} .*they are read in the {true} pairing, because"):
         rope.convert(model, stated, source_pairing=true)
 
 
@@ -265,7 +268,7 @@ def test_an_adapter_is_held_to_the_model_that_it_was_trained_on(tmp_path: Path) 
     report = convert(tmp_path / "adapter", tmp_path / "new", "half", source_pairing="interleaved", verify=True)
     assert "interleaved: you stated it, and the weights agree" in unwrapped(report)
     report = convert(tmp_path / "new", tmp_path / "back", "interleaved", verify=True)  # its config names the old model
-    assert "not verified: that the source is half" in str(report.verified)
+    assert "not verified: that the source is in the half pairing" in str(report.verified)
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
     config = (base / "config.json").read_bytes()
     (tmp_path / "adapter" / "config.json").write_bytes(config)

@@ -678,4 +678,4 @@ def test_a_conversion_says_each_thing_once(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     code, out, err = run("convert", "reference", "other", "--to", "interleaved")
     assert code == 0
-    assert (out + err).count("holds interleaved weights") == 1
+    assert (out + err).count("holds weights in the interleaved pairing") == 1

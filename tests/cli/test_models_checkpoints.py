@@ -52,7 +52,7 @@ def test_the_pairing_is_found_by_the_weights_and_by_a_text(interleaved: Path, tm
 
 def test_weights_that_are_in_that_pairing_already_are_converted_by_force_alone(tmp_path: Path) -> None:
     code, _, err = run("convert", "reference", tmp_path / "new", "--to", "half")
-    assert (code, "are half already" in err, "--from interleaved" in err) == (2, True, True)
+    assert (code, "half pairing already" in err, "--from interleaved" in err) == (2, True, True)
     assert not (tmp_path / "new").exists()
     said = run_json("convert", "reference", tmp_path / "new", "--to", "half", "--force")
     assert said["source"] == "interleaved"

@@ -141,8 +141,8 @@ def test_options_override_a_file(inputs: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("lenghts: 64", "line 4: ppl has no key 'lenghts'. Did you mean 'lengths'?"),
-        ("beta_fats: 64", "line 4: ppl has no key 'beta_fats'. Did you mean 'beta_fast'?"),
+        ("lenghts: 64", "line 4: a run file for ppl has no key 'lenghts'. Did you mean 'lengths'?"),
+        ("beta_fats: 64", "line 4: a run file for ppl has no key 'beta_fats'. Did you mean 'beta_fast'?"),
         ("lengths: 4x", "line 4: not a length in tokens: '4x'; write 4096, 4k or 1M"),
         ("lengths: 64\nstride: 0", "line 5: stride must be a whole number of at least 1, got 0"),
         ("lengths: 64\nstride: many", "line 5: stride must be a whole number of at least 1, got 'many'"),

@@ -373,11 +373,11 @@ def test_detecting_says_that_adapters_have_no_weights_to_look_at(bundled: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*holds interleaved weights:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*holds weights in the interleaved pairing:UserWarning")
 def test_a_converted_adapter_keeps_its_record(bundled: Path, tmp_path: Path) -> None:
     rope.convert_checkpoint(bundled, tmp_path / "there", to="interleaved")
     assert settings_of(tmp_path / "there")[ADAPTER_KEY] == settings_of(bundled)[ADAPTER_KEY]
-    with pytest.raises(CheckpointError, match=r"is interleaved, its base model .* half; convert one of them"):
+    with pytest.raises(CheckpointError, match=r"in the interleaved pairing, its .* in the half pairing; convert one"):
         rope.from_pretrained(tmp_path / "there")
     rope.convert_checkpoint(tmp_path / "there", tmp_path / "back", to="half")
     loaded, first = (rope.from_pretrained(folder, dtype=torch.float32) for folder in (tmp_path / "back", bundled))

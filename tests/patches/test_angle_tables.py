@@ -251,7 +251,7 @@ def test_conversion_of_a_live_model_and_back() -> None:
     model, ids = build("RoFormerForCausalLM"), tokens(TRAINED)
     expected = output(model, ids)
     weight = model.roformer.encoder.layer[0].attention.self.query.weight.clone()
-    with pytest.warns(UserWarning, match="RoFormerForCausalLM runs interleaved"):
+    with pytest.warns(UserWarning, match="RoFormerForCausalLM rotates in the interleaved pairing"):
         rope.convert(model, to="half")
     order = [head * 16 + 2 * pair + member for head in range(4) for member in range(2) for pair in range(8)]
     assert torch.equal(model.roformer.encoder.layer[0].attention.self.query.weight, weight[order])

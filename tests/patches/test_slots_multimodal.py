@@ -400,5 +400,7 @@ class TestModule:
 
     @pytest.mark.parametrize("axes", [(0,) * 7, (-1, *(0,) * 7)])
     def test_impossible_axes_are_refused(self, axes: tuple[int, ...]) -> None:
-        with pytest.raises(MethodError, match="axis_of_pair must be 8 numbers from 0 on"):
+        with pytest.raises(
+            MethodError, match="axis_of_pair must have the index of an axis, 0 or larger, for each of 8 pairs"
+        ):
             RotaryEmbedding("default", self.rotary, axis_of_pair=axes)

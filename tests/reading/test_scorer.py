@@ -157,7 +157,7 @@ def test_a_window_in_the_keywords_alone_is_not_trusted() -> None:
             lambda module, args, kwargs: (args, kwargs | {"sliding_window": 8}), with_kwargs=True
         )
     scorer = TokenScorer(model, chunk=37)
-    assert "its mask has the window None, its attention the window 8" in scorer.reading
+    assert "mask has the window None, but its attention has the window 8" in scorer.reading
     ids = tokens(60)
     torch.testing.assert_close(scorer.losses(ids, 1), ordinary_losses(model, ids), atol=EQUAL, rtol=0)
 
@@ -168,7 +168,7 @@ def test_attention_with_additions_to_its_scores_is_read_whole() -> None:
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, kwargs: (args, kwargs | {"position_bias": torch.zeros(1, 4, 1, 1)}), with_kwargs=True
         )
-    assert TokenScorer(model).reading == "whole: its attention is given position_bias"
+    assert TokenScorer(model).reading == "whole: the model's attention is given position_bias"
 
 
 def deep(layers: int, width: int, scale: float) -> Any:

@@ -246,7 +246,10 @@ class Advice(ShownAsTables):
         return lines
 
     def _measured(self) -> list[str]:
-        """Return lines on the methods that helped: measurements, when to take each, and why others are missing."""
+        """Return lines on the methods that helped: their measurements, and the cases in which to choose each of them.
+
+        They end with the reasons why the other methods are not among them.
+        """
         lines = ["Measured here, without training, on small models:"]
         lines += [wrapped(f"the {model}", "  ", "    ") for model in measured_models()]
         lines.append(

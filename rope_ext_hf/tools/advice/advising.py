@@ -53,7 +53,8 @@ def advise(
     """Advise on how to extend a model to a length, from its config alone; no weights are read.
 
     Args:
-        model: a model in memory, a folder, a Hub id or "reference"; or a model that `open_model` returned.
+        model: a model in memory, a folder, a Hub id, or "reference" for the bundled model; or a model that `open_model`
+            returned.
         target_length: the length in tokens.
         over, context_length: as in `patch`.
         batches: the batch sizes for which memory is computed.
@@ -241,9 +242,10 @@ class _Advisor:
         self.engines = [find_engine(name) for name in self.engine_names]
 
     def first_choice_for_serving(self, choices: Mapping[str, Sequence[str]]) -> tuple[Rotary, RopeMethod | None]:
-        """Return the rotary embedding and the method for the commands; the method is None if none is fit for serving.
+        """Return the first method to choose for serving, and before it the rotary embedding that the method extends.
 
-        `choices` has the methods to choose from, by purpose.
+        The method is None, and the rotary embedding that of the model, if no method is fit for serving. `choices` has
+        the methods to choose from, by purpose.
         """
         if SERVING not in choices:
             return self.rotary, None

@@ -190,7 +190,7 @@ def plan_extension(
     """Choose the method for extending a model, and plan the steps; no weights are read.
 
     Args:
-        model: a folder, a Hub id or "reference".
+        model: a folder, a Hub id, or "reference" for the bundled model.
         question: the target length, the engine, and the options of the measurement.
         advice: the result of `advise` for the same model and target length, if it is known.
         reading: further options of `rope-ext ppl`, such as device, by their names in Python.

@@ -92,7 +92,7 @@ class FormerSpellingEngine(ConfigEngine):
         text = text_settings(config)
         model_type = str(text.get("model_type"))
         if model_type not in self.table["families"]:
-            raise NotCheckedError(f"this package does not know which keys its code for {model_type!r} reads")
+            raise NotCheckedError(f"this package does not know which keys the engine's code for {model_type!r} reads")
         parameters = text.get("rope_parameters") or {}
         reads_parameters = self.table["families"][model_type].get("rope_parameters")
         if reads_parameters is True:
@@ -114,7 +114,7 @@ class FormerSpellingEngine(ConfigEngine):
         if types is None or kind in types or kind == "default":
             return kind, ()
         if self.table["families"][model_type].get("stops"):
-            raise ServingError(f"its file for {model_type!r} stops at the rope type {kind!r}")
+            raise ServingError(f"the engine's code for {model_type!r} stops at the rope type {kind!r}")
         return "default", (f"{model_type}: the rope type {kind} is ignored.",)
 
     def longrope(self, rope: RopeKeys) -> Computed:

@@ -108,7 +108,10 @@ def converted(config: Config) -> FileRope:
             keys[LOG_MULTIPLIER] = _LOG_MULTIPLIERS[architecture] * needed(settings, "mscale_all_dim")
     elif kind == "llama3":
         if "rope_freqs.weight" not in tensors:
-            raise ServingError(f"the graph of {architecture!r} reads no rope_freqs.weight, so llama3's scaling is lost")
+            raise ServingError(
+                f"llama.cpp's code for the architecture {architecture!r} reads no rope_freqs.weight, so llama3's "
+                "scaling is lost"
+            )
         theta, factor = settings["rope_theta"], needed(settings, "factor")
         low, high = needed(settings, "low_freq_factor", 1.0), needed(settings, "high_freq_factor", 4.0)
         original = needed(settings, "original_max_position_embeddings", 8192)
@@ -116,7 +119,10 @@ def converted(config: Config) -> FileRope:
         divisors[tensors[0]] = tuple(a / b for a, b in zip(plain(theta, dim), scaled, strict=True))
     elif kind in ("longrope", "su"):
         if architecture not in ("phi3", "phimoe"):
-            raise ServingError(f"the converter writes no lists of a longrope for {architecture!r}")
+            raise ServingError(
+                "llama.cpp's converter does not write the lists long_factor and short_factor of the rope type "
+                f"{kind!r} for the architecture {architecture!r}, so the scaling is lost"
+            )
         original = int(needed(settings, "original_max_position_embeddings"))
         scale = length_setting(text) / original
         keys |= {
@@ -129,7 +135,7 @@ def converted(config: Config) -> FileRope:
     elif kind == "dynamic" and architecture.startswith("hunyuan"):
         keys |= _hunyuan_keys(text, settings, architecture, dim)
     elif kind != "default":
-        raise ServingError(f"the converter ignores the rope type {kind!r}")
+        raise ServingError(f"llama.cpp's converter ignores the rope type {kind!r}")
     return FileRope(architecture, dim, keys, divisors, head_dim=dim)
 
 
@@ -143,8 +149,8 @@ def _hunyuan_keys(text: Config, settings: Config, architecture: str, dim: int) -
     alpha = needed(settings, "alpha", None if moe else 50.0)
     if theta != 10000 or length not in (32 * 1024, _CONVERTED_LENGTH) or (moe and (alpha, dim) != (1000, 128)):
         raise ServingError(
-            f"its converter takes only the numbers of published models for a dynamic scaling, and stops at alpha "
-            f"{alpha:g}, theta {theta:g}, {dim} dims per head and a length of {length:,} tokens"
+            "llama.cpp's converter takes only the numbers of published models for a dynamic scaling, and stops at "
+            f"alpha {alpha:g}, theta {theta:g}, {dim} dims per head and a length of {length:,} tokens"
         )
     return {
         "context_length": _CONVERTED_LENGTH,
@@ -185,13 +191,15 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
     keys = file.keys
     kind = keys.get("rope.scaling.type", "linear")
     if file.architecture not in _TENSORS:
-        raise NotCheckedError(f"the graph of {file.architecture!r} was not checked")
+        raise NotCheckedError(
+            f"this package does not know how llama.cpp computes RoPE for the architecture {file.architecture!r}"
+        )
     stated = next((key for key in _FACTORS if key in keys), None)
     scaled = stated is not None and keys[stated] not in (0, 1)
     if file.architecture in ("deepseek2", "deepseek32", "glm-dsa") and kind != "none" and (kind != "linear" or scaled):
         raise NotCheckedError(
             f"llama.cpp puts the attention factor of YaRN into the softmax scale of {file.architecture}, by rules that "
-            "changed often and are not written down here"
+            "change often, so this package cannot say what it computes"
         )
     if file.architecture in _WHOLE_HEADS and file.head_dim not in (None, file.dim):
         raise ServingError(

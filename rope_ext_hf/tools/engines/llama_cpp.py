@@ -76,7 +76,7 @@ class _GGUFEngine(Engine):
                 reasons.append(f"{candidate.name}: {reason}")
             architecture, tensors = ARCHITECTURES[target.model_type]
             if not tensors:
-                reasons.append(f"the graph of {architecture!r} reads no tensor of divisors")
+                reasons.append(f"llama.cpp's code for the architecture {architecture!r} reads no tensor of divisors")
         raise ServingError(
             f"{self.name} cannot serve {target.method} on this {target.model_type!r} model as measured "
             f"({'; '.join(dict.fromkeys(reasons))})"

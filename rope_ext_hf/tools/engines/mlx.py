@@ -53,16 +53,18 @@ class MLX(FormerSpellingEngine):
         scaling = text.get("rope_scaling")
         if text.get("rope_parameters") and not scaling:
             if text.get("rope_theta") is None:
-                raise ServingError("it does not read rope_parameters, and rope_theta and rope_scaling are missing")
+                raise ServingError(
+                    "the engine reads rope_theta and rope_scaling, which are missing, and not rope_parameters"
+                )
             notes = ("rope_parameters is not read, only rope_theta is.",)
         rope = RopeKeys.of({**text, "rope_parameters": None}, length)
         if model_type == "gemma3_text":
             pattern = int(text.get("sliding_window_pattern", 6))  # layer_types is not read
             check_sliding_layers(text, pattern, "mlx-lm")
             if needed(text, "num_hidden_layers", pattern) < pattern:
-                raise ServingError(f"its file for Gemma 3 stops at fewer than {pattern} layers")
+                raise ServingError(f"mlx-lm's code for Gemma 3 stops at fewer than {pattern} layers")
         if model_type == "phi3" and scaling and not {"long_factor", "type"} <= set(scaling):
-            raise ServingError("its file for Phi-3 needs the keys long_factor and type")
+            raise ServingError("mlx-lm's code for Phi-3 needs the keys long_factor and type in rope_scaling")
         kind, dropped = self.passed_type(model_type, str((scaling or {}).get("type") or rope.kind))
         softmax_scale = rope.latent_scale if text.get("qk_rope_head_dim") and scaling else 1.0
         usual, notes = self.table["usual"].get(kind, {}), notes + dropped
@@ -80,5 +82,5 @@ class MLX(FormerSpellingEngine):
 
     def longrope(self, rope: RopeKeys) -> Computed:
         if rope.text.get("qk_rope_head_dim") or rope.model_type == "gpt_oss":
-            raise ServingError(f"its file for {rope.model_type!r} cannot run longrope")
+            raise ServingError(f"mlx-lm's code for {rope.model_type!r} cannot run longrope")
         return super().longrope(rope)

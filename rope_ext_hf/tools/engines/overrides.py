@@ -33,7 +33,7 @@ class OverridingEngine(ConfigEngine):
         """Return the command line that starts the engine for a target, without the overrides of the config."""
 
     def spelled(self, target: Target, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return rope settings with the keys that only this engine has added to them; by default unchanged."""
+        """Return rope settings with the keys that this engine alone needs; by default they stay unchanged."""
         return settings
 
     def stated_length(self, target: Target, settings: dict[str, Any]) -> int:
@@ -57,12 +57,12 @@ class OverridingEngine(ConfigEngine):
             theta = int(rope.theta) if rope.model_type in self.table["whole_theta"] else rope.theta
             return replace(rope, notes=notes).computed(plain(theta, rope.dim))
         if "mrope_section" in rope.settings and rope.kind not in ("default", "yarn"):
-            raise ServingError(f"its class for {rope.kind} does not take the positions of M-RoPE")
+            raise ServingError(f"the engine's class for {rope.kind} does not take the positions of M-RoPE")
         return super().by_type(rope)
 
     def other(self, rope: RopeKeys) -> Computed:
         if rope.kind == "proportional":
-            raise NotCheckedError("its class for Gemma 4 was not checked")
+            raise NotCheckedError("this package does not know how the engine's rotary class for Gemma 4 computes RoPE")
         if rope.kind == "dynamic" and "alpha" in rope.settings:  # both have DynamicNTKAlphaRotaryEmbedding
             return rope.computed(plain(alpha_theta(rope.theta, rope.dim, rope.number("alpha")), rope.dim))
         return super().other(rope)
@@ -78,7 +78,7 @@ class OverridingEngine(ConfigEngine):
         """
         if rope.model_type in self.table["theta_alone"]:
             raise ServingError(
-                f"its file for {rope.model_type} passes on theta alone, so the plug-in would get no settings"
+                f"the engine's code for {rope.model_type} passes on theta alone, so the plug-in would get no settings"
             )
         inv_freq, magnitude = plugin_frequencies(rope.settings)
         return Computed(inv_freq, magnitude, length, softmax_scale=rope.latent_scale if latent else 1.0)

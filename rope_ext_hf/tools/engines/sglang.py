@@ -92,7 +92,7 @@ class SGLang(OverridingEngine):
     def yarn(self, rope: RopeKeys) -> Computed:
         settings = rope.settings
         if "mrope_section" in settings and ("mscale" in settings or "mscale_all_dim" in settings):
-            raise ServingError("its YaRN class for M-RoPE takes no mscale")
+            raise ServingError("SGLang's YaRN class for M-RoPE takes no mscale")
         factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
         inv_freq = rope.yarn(factor, original, truncate=bool(settings.get("truncate", True)))
         magnitude = _yarn_magnitude(settings) * needed(settings, "attn_factor", 1.0)
@@ -139,4 +139,4 @@ def _yarn_magnitude(settings: Config) -> float:
 def _check_settings_reach(model_type: str) -> None:
     """Raise a NotCheckedError if SGLang's code for a model family does not read the rope settings of the config."""
     if model_type == "longcat_flash":
-        raise NotCheckedError("its file for longcat_flash reads rope_scaling from a config class of its own")
+        raise NotCheckedError("SGLang's code for longcat_flash reads rope_scaling from a config class of its own")

@@ -52,11 +52,13 @@ class TensorRTLLM(FormerSpellingEngine):
     def read(self, config: Config, length: int | None) -> RopeKeys:
         text, model_type = self.known_text(config)
         if text.get("rope_parameters") and not text.get("rope_scaling") and text.get("rope_theta") is None:
-            raise ServingError("it does not read rope_parameters, and rope_theta and rope_scaling are missing")
+            raise ServingError(
+                "the engine reads rope_theta and rope_scaling, which are missing, and not rope_parameters"
+            )
         rope = RopeKeys.of({**text, "rope_parameters": None}, length)
         kind = rope.settings.get("type") or rope.kind
         if kind == "default" and text.get("rope_scaling"):
-            raise ServingError("it has no rope type 'default': rope_scaling must be null")
+            raise ServingError("TensorRT-LLM has no rope type 'default': rope_scaling must be null")
         kind, _ = self.passed_type(model_type, str(kind))
         return replace(rope, kind=kind, table=rope.most, usual=_USUAL)
 
@@ -65,7 +67,10 @@ class TensorRTLLM(FormerSpellingEngine):
         if rope.model_type in _FUSED:
             return self._fused(rope)
         if rope.model_type == "deepseek_v3" and rope.kind not in ("default", "yarn"):
-            raise NotCheckedError(f"its kernels for DeepSeek were not read with the rope type {rope.kind!r}")
+            raise NotCheckedError(
+                "this package does not know what TensorRT-LLM's kernels for DeepSeek do with the rope type "
+                f"{rope.kind!r}"
+            )
         for key in ("original_max_position_embeddings", "factor"):  # it reads these for every rope type
             rope.number(key)
         return self.by_type(rope)
@@ -73,8 +78,8 @@ class TensorRTLLM(FormerSpellingEngine):
     def yarn(self, rope: RopeKeys) -> Computed:
         if rope.model_type != "deepseek_v3":
             raise ServingError(
-                "its table for YaRN holds every angle twice, except for latent attention (duplicate_data), so position "
-                "p gets the angles of floor(p / 2)"
+                "TensorRT-LLM's table for YaRN holds every angle twice, except for latent attention "
+                "(duplicate_data), so position p gets the angles of floor(p / 2)"
             )
         factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
         inv_freq = rope.yarn(factor, original, truncate=True)
@@ -85,7 +90,8 @@ class TensorRTLLM(FormerSpellingEngine):
         original = rope.number("original_max_position_embeddings")
         if original != int(original):
             raise ServingError(
-                f"it takes a whole number as original_max_position_embeddings, and this magnitude needs {original:g}"
+                "TensorRT-LLM takes a whole number as original_max_position_embeddings, and this magnitude needs "
+                f"{original:g}"
             )
         return super().longrope(rope)
 

@@ -55,7 +55,10 @@ def phi3_longrope(rope: RopeKeys, served: int) -> Computed:
     When vLLM starts, the class chooses the long or the short list for all inputs, by the length to serve (`served`).
     """
     if rope.model_type in INTERLEAVED_FAMILIES:
-        raise ServingError("its longrope class rotates in the half pairing only")
+        raise ServingError(
+            "the engine's LongRoPE class for Phi-3 rotates in the half pairing alone, and "
+            f"{rope.model_type!r} models need the interleaved pairing"
+        )
     original = rope.number("original_max_position_embeddings")
     key = "long" if served > original else "short"
     magnitude = needed(rope.settings, f"{key}_mscale", longrope_magnitude(rope.most / original, original))
@@ -134,7 +137,7 @@ class VLLM(OverridingEngine):
         rope = RopeKeys.of(config, length)
         if rope.text.get("dual_chunk_attention_config"):  # get_rope looks at this before it looks at the rope type
             raise NotCheckedError(
-                "it runs dual chunk attention for this config, with a rotary class that was not checked"
+                "vLLM runs dual chunk attention for this config, with a rotary class that this package does not know"
             )
         if rope.model_type in self.table["theta_inside"]:
             inside = rope.text.get("rope_parameters") or rope.text.get("rope_scaling") or {}
@@ -158,8 +161,8 @@ class VLLM(OverridingEngine):
             rope = self._passed_on_by_gpt_oss(rope)
         if rope.model_type in self.table["by_layer"] and rope.kind != "default":
             raise NotCheckedError(
-                f"vLLM's code for {rope.model_type} chooses a rope type for each layer, by rules that are not written "
-                "down here"
+                f"vLLM's code for {rope.model_type} chooses a rope type for each layer, by rules that this package "
+                "does not know"
             )
         return self.by_type(rope)
 
@@ -170,7 +173,7 @@ class VLLM(OverridingEngine):
             try:
                 rope.number(key)
             except ServingError as error:
-                raise ServingError(f"its file for gpt-oss passes on YaRN's keys alone, and {error}") from error
+                raise ServingError(f"vLLM's code for gpt-oss passes on YaRN's keys alone, and {error}") from error
         kept = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
         ignored = settings.get("attention_factor") is not None or rope.kind != "yarn"
         notes = ("gpt-oss: run as yarn, without attention_factor.",) if ignored else ()
@@ -194,8 +197,8 @@ class VLLM(OverridingEngine):
         by_transformers = rope.model_type in self.table["run_by_transformers"]
         if by_transformers and rope.settings["long_factor"] != rope.settings["short_factor"]:
             raise ServingError(
-                f"it runs {rope.model_type} with transformers' class, whose longrope takes one list for a whole batch, "
-                "by its longest input"
+                f"vLLM runs {rope.model_type} with transformers' class, whose longrope takes one list for a whole "
+                "batch, by its longest input"
             )
         served = rope.started_for or int(rope.text.get("original_max_position_embeddings") or rope.most)
         return phi3_longrope(replace(rope, length=served), served)
@@ -231,7 +234,8 @@ class _VLLMWithPlugin(VLLM):
             return super().computes(config, length)
         if rope.model_type in self.table["by_layer"]:
             raise NotCheckedError(
-                f"its file for {rope.model_type} chooses a rope type for each layer, by rules that were not checked"
+                f"vLLM's code for {rope.model_type} chooses a rope type for each layer, by rules that this package "
+                "does not know"
             )
         return self.by_plugin(rope, rope.most, latent=rope.model_type in DEEPSEEK_FAMILIES)
 

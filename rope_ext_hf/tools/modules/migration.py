@@ -106,7 +106,10 @@ def _positions(model: nn.Module) -> nn.Embedding:
     match [module for name, module in model.named_modules() if name.endswith("embeddings.position_embeddings")]:
         case [nn.Embedding() as table]:
             return table
-    raise UnsupportedModelError(f"{type(model).__name__} adds no table of positions to its embeddings")
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no table of absolute positions (embeddings.position_embeddings), which RoPE would "
+        "replace, so it cannot be migrated"
+    )
 
 
 def _settings(config: Any) -> dict[str, Any]:

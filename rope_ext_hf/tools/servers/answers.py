@@ -146,7 +146,7 @@ def collect(
 
 
 def _default_lengths(shortest: int, longest: int) -> list[int]:
-    """Return lengths that double from the shortest up to one token less than the longest."""
+    """Return `longest` - 1, then `shortest` (at least 16) and its doubles below that length."""
     last = longest - 1  # a server counts the token that it generates as part of the length
     lengths, length = [last], max(16, shortest)
     while length < last:

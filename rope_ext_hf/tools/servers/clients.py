@@ -119,8 +119,8 @@ class Client(ABC):
         for answer in answers:
             if not math.isfinite(answer.logprob):
                 raise ServingError(
-                    f"{self.title} at {self.url} returns the log-probability {answer.logprob} for token {answer.token} "
-                    f"at position {answer.position}"
+                    f"{self.title} at {self.url} returns {answer.logprob} as the log-probability of token "
+                    f"{answer.token} at position {answer.position}; it must be a finite number"
                 )
         return answers
 

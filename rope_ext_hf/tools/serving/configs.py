@@ -80,7 +80,10 @@ class Model(ConfigModel):
 def open_model(
     model: nn.Module | str | Path | Model, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Model:
-    """Read the config of a model in memory, a folder, a Hub id or "reference"; no weights are read."""
+    """Read the config of a model, and no weights.
+
+    `model`: a model in memory, a folder, a Hub id, or "reference" for the bundled model.
+    """
     if isinstance(model, Model):
         return model
     if isinstance(model, nn.Module):
@@ -247,7 +250,8 @@ def serving_config(
     frequencies and magnitude agree with the method's to 1e-6.
 
     Args:
-        model: a model in memory, patched or not; or a folder, a Hub id or "reference". No weights are read.
+        model: a model in memory, patched or not; or a folder, a Hub id, or "reference" for the bundled model. No
+            weights are read.
         engine: a name that `rope-ext serve-config --help` lists, such as vllm.
         method, factor, target_length, over, context_length, params: as in `patch`. Without a method it is the patch
             that the model carries, else the model as published.

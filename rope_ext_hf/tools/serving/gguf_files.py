@@ -100,7 +100,8 @@ def read_file_rope(path: Path) -> FileRope:
         dim = values.get("rope.dimension_count", head_dim)
         if not isinstance(dim, int) or not 2 <= dim <= limit("head_dim") or dim % 2:
             raise CheckpointError(
-                f"the GGUF file {short(str(path))!r} states no even number of rotated dims up to {limit('head_dim'):,}"
+                f"the GGUF file {short(str(path))!r} must state an even number of rotated dims from 2 to "
+                f"{limit('head_dim'):,} (rope.dimension_count, else attention.key_length), got {short(repr(dim))}"
             )
         keys = {name: value for name, value in values.items() if name.startswith("rope.") or name == "context_length"}
         tensors = {

@@ -176,7 +176,10 @@ def _parse_keys(content: Any) -> KeyRanges:
     whole_windows = all(type(n) is int and 1 <= n < 2**40 for n in (setting.window, setting.stride))
     finite_limits = all(type(n) in (int, float) and math.isfinite(n) for n in (setting.gain, setting.likely))
     if not (whole_windows and finite_limits):
-        raise ValueError(f"its setting is {short(repr(content['setting']))}")
+        raise ValueError(
+            "its setting must have whole numbers from 1 to 2**40 - 1 as window and stride, and finite numbers as "
+            f"gain and likely; got {short(repr(content['setting']))}"
+        )
     documents = {}
     for document in content["documents"]:
         if not (isinstance(document["name"], str) and isinstance(document["sha256"], str)):

@@ -61,7 +61,7 @@ class _Needles:
 
 
 def _niah(generator: Generator, count: int, task: _Needles) -> list[Sample]:
-    """Make the prompts of a needle-in-a-haystack task."""
+    """Make `count` prompts of a needle-in-a-haystack task."""
     settings, rng = generator.settings, generator.random
     keys, words = max(task.keys, task.queries), _split_words(settings.haystack)
     template, kind = _niah_template(generator.template.whole, task)
@@ -145,7 +145,7 @@ def _niah_template(text: str, task: _Needles) -> tuple[str, str]:
 
 
 def _variable_tracking(generator: Generator, count: int, hops: int = 4) -> list[Sample]:
-    """Make prompts that assign variables to each other in a chain, hidden in noise, after an example."""
+    """Make `count` prompts that assign variables to each other in a chain, hidden in noise, after an example."""
     settings, rng = generator.settings, generator.random
     names_in_chain = hops + 1
 
@@ -206,7 +206,7 @@ def _variable_tracking(generator: Generator, count: int, hops: int = 4) -> list[
 
 
 def _common_words(generator: Generator, count: int, common: int = 10) -> list[Sample]:
-    """Make prompts with a numbered list of words, after an example with its answer.
+    """Make `count` prompts, each with a numbered list of words after an example with its answer.
 
     The `common` most frequent words of the list are the answers.
     """
@@ -248,7 +248,7 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 def _frequent_words(generator: Generator, count: int, letters: int = 6) -> list[Sample]:
-    """Make prompts of random words whose frequencies follow Zipf's law; the three most frequent are the answers."""
+    """Make `count` prompts of random words with frequencies by Zipf's law; the three most frequent are the answers."""
     settings, template = generator.settings, generator.template.whole
     budget = generator.template.budget
     room = generator.room - budget

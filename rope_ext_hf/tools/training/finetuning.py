@@ -95,7 +95,7 @@ def finetune(
     A training continues from its last undamaged checkpoint; damaged ones are removed and reported.
 
     Args:
-        model: a folder, a Hub id or "reference".
+        model: a folder, a Hub id, or "reference" for the bundled model.
         out: the folder of the run; the trained model is in its folder `model`.
         report: a function that is called with each line about the progress.
         progress: called during measurements, as in `rope_ext_hf.eval.measure`; True shows a tqdm bar.
