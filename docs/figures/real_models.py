@@ -58,8 +58,8 @@ def mean_loss(entry: Row, method: str, multiple: int, length: int) -> float:
 def rise(entry: Row, method: str, multiple: int, length: int) -> Any:
     """Return by how much the loss of a method is above that of the model as loaded on the same targets.
 
-    The model as loaded reads no more than its context length. Texts are compared one by one. The result is an `Estimate`;
-    None: the method was not measured.
+    The model as loaded reads no more than its context length. Texts are compared one by one. The result is an
+    `Estimate`; None: the method was not measured.
     """
     base = {row["text"]: row for row in rows(entry, "unpatched", 2)}
     if length > 2 * entry["context_length"]:
