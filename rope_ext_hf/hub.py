@@ -234,7 +234,10 @@ def model_by_name(model: PreTrainedModel | str | Path) -> PreTrainedModel:
 
 def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
     """Return whether a folder or Hub id holds an adapter of PEFT instead of a model."""
-    source, arguments = _locate(name, revision, _CONFIG_FILES)
+    source = model_source(name)
+    if _is_folder(Path(source)):  # whose base model need not be here
+        return find_adapter(source) is not None
+    source, arguments = _locate(source, revision, _CONFIG_FILES)
     return find_adapter(source, **arguments) is not None
 
 

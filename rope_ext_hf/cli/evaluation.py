@@ -357,7 +357,7 @@ def _forecast(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], wor
 def _seconds(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers) -> float:
     """Estimate the seconds that a measurement takes, from the measured speed of the device."""
     from rope_ext_hf.hub import find_device, loaded_dtype
-    from rope_ext_hf.reading.operations import measure_flops
+    from rope_ext_hf.reading.forecast import measure_flops
 
     operations = max(1, len(plan.methods)) * _work(empty, plan.measurement, *plan.measurement.passes)
     return operations / workers.count / measure_flops(find_device(load.device), loaded_dtype(empty, load.dtype))
@@ -368,7 +368,7 @@ def _work(model: PreTrainedModel, measurement: Measurement, *passes: int) -> flo
 
     `passes` are the numbers of tokens of the passes.
     """
-    from rope_ext_hf.reading.operations import estimate_flops
+    from rope_ext_hf.reading.forecast import estimate_flops
 
     after = [1] * (measurement.after_each_pass * len(passes))
     scored = measurement.scored * len(passes) // len(measurement.passes)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from rope_ext_hf.patches.attention_interface import evaluating, places_of_queries, tokens_before_queries
+from rope_ext_hf.patches.attention_interface import places_of_queries, tokens_before_queries
+from rope_ext_hf.patches.temporary import evaluating
 
 
 def test_every_module_gets_its_own_mode_back_after_an_error_and_after_a_replacement() -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import print_text
+from rope_ext_hf.cli.folders import PublishOptions
 from rope_ext_hf.cli.options import Json, Model, SourceOptions, command
-from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice
 from rope_ext_hf.questions import argument

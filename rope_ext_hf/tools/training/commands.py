@@ -9,8 +9,8 @@ import typer
 
 from rope_ext_hf.cli.console import print_note, print_text
 from rope_ext_hf.cli.evaluation import print_forecast, shown_progress
+from rope_ext_hf.cli.folders import PublishOptions
 from rope_ext_hf.cli.options import CONTINUES, DryRun, Json, LoadOptions, Model, command
-from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.files import json_text
 from rope_ext_hf.tools.training.questions import Finetuning
