@@ -11,6 +11,28 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+__all__ = [
+    "CheckpointError",
+    "CorpusError",
+    "FileError",
+    "FingerprintError",
+    "LengthError",
+    "MethodError",
+    "RopeExtError",
+    "ServingError",
+    "UnknownMethodError",
+    "UnsupportedModelError",
+    "did_you_mean",
+    "duration",
+    "entry",
+    "listed",
+    "one_line",
+    "printable",
+    "short",
+    "size_text",
+    "warn_caller",
+]
+
 T = TypeVar("T")
 
 

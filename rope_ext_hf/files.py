@@ -32,6 +32,23 @@ from filelock import FileLock, Timeout
 from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.errors import FileError, printable, short, size_text
 
+__all__ = [
+    "PlainLoader",
+    "atomic_file",
+    "atomic_folder",
+    "check_destination",
+    "disk_errors",
+    "json_digest",
+    "json_text",
+    "list_files",
+    "mistral_format_files",
+    "package_table",
+    "read_json",
+    "resolve_inside",
+    "write_json",
+    "write_text",
+]
+
 _PLAN_FILE = "rope-ext-plan.json"  # in a staging folder: the settings and inputs that a resumed run must have, too
 _RESUMABLE_SUFFIXES = (".safetensors", ".pth")  # files of an interrupted run that a resumed one may keep
 _IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})  # they are no part of a model

@@ -32,6 +32,23 @@ from rope_ext_hf.reference import folder_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+__all__ = [
+    "find_device",
+    "find_dtype",
+    "fingerprint",
+    "folder_and_hub_id",
+    "foreign_errors",
+    "is_adapter",
+    "load_empty",
+    "load_model",
+    "load_tokenizer",
+    "loaded_dtype",
+    "model_folder",
+    "model_source",
+    "read_config",
+    "tokens_before",
+]
+
 
 _DTYPES: dict[str, torch.dtype | str] = {"auto": "auto"} | {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")

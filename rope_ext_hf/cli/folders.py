@@ -57,7 +57,7 @@ def write_patched(
         apply_choice(methods, empty, native=native)
         folder, hub_id = folder_and_hub_id(model, revision=source.revision)
         finish = partial(
-            write_cards,
+            _write_cards,
             runs=runs,
             name=out.name,
             source=folder,
@@ -134,7 +134,7 @@ class PublishOptions(Question):
             return
         from rope_ext_hf.downloads import upload
 
-        write_cards(folder, name=self.push_to_hub, trust_remote_code=trust_remote_code)
+        _write_cards(folder, name=self.push_to_hub, trust_remote_code=trust_remote_code)
         sizes = {name: (folder / name).stat().st_size for name in list_files(folder)}
         visibility = "public" if self.public else "private"
         print_note("upload", f"{size_text(sum(sizes.values()))} to the {visibility} repository {self.push_to_hub}:")
@@ -147,7 +147,7 @@ class PublishOptions(Question):
         print_note("uploaded", upload(folder, self.push_to_hub, private=not self.public))
 
 
-def write_cards(folder: Path, **arguments: Any) -> None:
+def _write_cards(folder: Path, **arguments: Any) -> None:
     """Write the model card of a folder with every plug-in in the group rope_ext_hf.cards; `arguments` go to each."""
     for write in plug_ins("cards").values():
         write(folder, **arguments)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.cli.console import print_table, print_text, progress_bar
+from rope_ext_hf.cli.console import print_result, print_table, print_text, progress_bar
 from rope_ext_hf.cli.folders import PublishOptions, described, write_patched
 from rope_ext_hf.cli.options import Json, Model, SourceOptions, command
 from rope_ext_hf.errors import CheckpointError, short
@@ -128,7 +128,7 @@ def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json:
     with foreign_errors(f"the model {short(model)!r} could not be described"):
         apply_choice(methods, empty)
         description = described(empty, model, source)
-    print_text(json_text(description.to_dict()) if as_json else str(description))
+    print_result(description, as_json)
 
 
 @command("Patch a model")
@@ -218,7 +218,7 @@ def convert(
     for warning in caught:  # warnings of the conversion stand among the notes of the report already
         if str(warning.message) not in report.notes:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    print_text(json_text(report.to_dict()) if as_json else str(report))
+    print_result(report, as_json)
 
 
 @command("Convert a checkpoint")
@@ -249,4 +249,4 @@ def detect(
                 raise CheckpointError(f"no such text file: {short(str(text))!r}")
             sample = read_beginning(text, TEXT_CHARACTERS)
     report = detect_pairing(model_source(model), text=sample, **source.version)
-    print_text(json_text(report.to_dict()) if as_json else str(report))
+    print_result(report, as_json)

@@ -39,6 +39,8 @@ from rope_ext_hf.runs.tables import BEST_NOTE, beyond_mark, length_table
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+__all__ = ["PerplexityMeasurement", "PerplexityRuns", "Result", "difference"]
+
 _TOLERANCE = 0.05
 """The share by which a perplexity may be above that of short inputs and still count as reading well."""
 

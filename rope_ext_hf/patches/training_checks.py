@@ -21,6 +21,8 @@ from rope_ext_hf.patches.fingerprint import fingerprint_of
 from rope_ext_hf.patches.slot_finding import own_length_dependent
 from rope_ext_hf.patches.slots import patched_slots, present_specs, tables_of
 
+__all__ = ["check_context_parallel", "check_trainers_above", "unwrapped"]
+
 _SECOND_MODELS = {"ref_model": "reference model", "teacher_model": "teacher"}
 """Attributes of trainers that may hold a model loaded by name, and the names of these models in messages."""
 

@@ -22,6 +22,8 @@ from rope_ext_hf.terminal import wrapped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+__all__ = ["NOTHING_RUN", "Forecast", "estimate_flops", "measure_flops"]
+
 NOTHING_RUN = "Nothing was run, and no weights were read."
 """The last line of a dry run."""
 EFFICIENCY = 0.5

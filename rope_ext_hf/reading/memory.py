@@ -21,6 +21,8 @@ from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+__all__ = ["GPU_WORKING_BYTES", "MemoryEstimate", "cached_bytes", "cached_layers", "check_memory", "widest_activation"]
+
 GPU_WORKING_BYTES = 2 * 2**30  # activations and logits
 _WORKING_BYTES = {"cpu": 300 * 2**20}  # larger chunks were no faster on a CPU
 _WORKING_SHARE = 16  # activations and logits get 1/16 of the free memory: the cache and other processes need room too

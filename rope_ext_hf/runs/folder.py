@@ -18,6 +18,8 @@ from rope_ext_hf.runs.labels import Method, method_key
 from rope_ext_hf.runs.measurement import Cell, RunContents
 from rope_ext_hf.runs.run import Run
 
+__all__ = ["exclusive", "other_settings", "read_run"]
+
 SETTINGS = "run.json"
 
 

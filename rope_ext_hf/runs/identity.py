@@ -47,6 +47,8 @@ from rope_ext_hf.runs.run import Run
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+__all__ = ["digest_inputs", "results_of_model"]
+
 
 def provenance(model: Any, data: str) -> dict[str, Any]:
     """Return the settings that say where the numbers of a run come from: model, device, and versions of packages.

@@ -24,6 +24,8 @@ from rope_ext_hf.runs.run import RunDisplay
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+__all__ = ["RunKind", "register_run_kind"]
+
 K = TypeVar("K", bound="type[RunKind]")
 
 

@@ -14,6 +14,8 @@ from rope_ext_hf.errors import short
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 
+__all__ = ["Cell", "Measurement", "Passed", "RunPlan", "Scored", "Value"]
+
 T = TypeVar("T")
 M_co = TypeVar("M_co", bound="Measurement", covariant=True)
 Cell = tuple[float, ...]

@@ -16,6 +16,8 @@ from rope_ext_hf.errors import counted
 from rope_ext_hf.runs.measures import exponential
 from rope_ext_hf.runs.statistics import Estimate
 
+__all__ = ["Outcome", "Verdict", "verdict"]
+
 
 class Outcome(StrEnum):
     """Outcome of a comparison of two values: how the first one compares with the second."""
