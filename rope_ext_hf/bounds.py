@@ -17,6 +17,8 @@ from typing import Any, overload
 
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, short
 
+__all__ = ["MOST_TOKENS", "Length", "limit", "limits", "parse_bytes", "parse_length", "parse_lengths", "whole"]
+
 Length = int | str  # a number of tokens, or its text: "4096", "4k", "1M"
 
 MOST_TOKENS = 2**40  # a longer context has no meaning; the limit keeps numbers of 400 digits out of every computation

@@ -21,7 +21,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelInfo, constants, errors, get_session, snapshot_download, try_to_load_from_cache
 
 from rope_ext_hf.errors import CheckpointError, did_you_mean, one_line, short
-from rope_ext_hf.files import read_json
+from rope_ext_hf.files import MISTRAL_FORMAT, read_json
 
 WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".ot", ".nemo"}
@@ -29,7 +29,6 @@ WEIGHT_SUFFIXES = frozenset(
 """Suffixes of files with weights, in any format."""
 WEIGHT_FILES = (("model.safetensors", "pytorch_model.bin"), ("adapter_model.safetensors", "adapter_model.bin"))
 """Names of the weight file of a model, and of an adapter, each in the order in which transformers looks for them."""
-_MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.safetensors.index.json")
 _SECONDS_TO_ANSWER = 5.0
 _SECONDS_BETWEEN_TRIALS = 60.0
 _CONFIGS = ("config.json", "adapter_config.json")
@@ -65,7 +64,7 @@ def download(
         chosen = [file for file in _matching(own, patterns) if Path(file).suffix not in WEIGHT_SUFFIXES]
         if weights:
             of_transformers = [file for names in WEIGHT_FILES for file in _weight_files(names, files, fetch)]
-            chosen += of_transformers or _matching(own, ("consolidated.*.pth", *_MISTRAL_FORMAT))
+            chosen += of_transformers or _matching(own, ("consolidated.*.pth", *MISTRAL_FORMAT))
             chosen = list(dict.fromkeys(chosen))
         if not chosen:
             raise CheckpointError(f"{name!r} on the Hub holds no files of a model")
@@ -85,11 +84,6 @@ def _cached_folder(name: str, revision: str) -> Path:
 def _matching(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """Return the file names that match at least one of the patterns."""
     return [file for file in files if any(fnmatch(file, pattern) for pattern in patterns)]
-
-
-def mistral_format_files(folder: Path) -> list[str]:
-    """Return the names of a folder's files in Mistral's own format, which some programs prefer to config.json."""
-    return sorted({file.name for pattern in _MISTRAL_FORMAT for file in folder.glob(pattern)})
 
 
 def _weight_files(names: Iterable[str], files: Sequence[str], fetch: Callable[[list[str]], Path]) -> list[str]:

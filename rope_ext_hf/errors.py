@@ -11,6 +11,28 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+__all__ = [
+    "CheckpointError",
+    "CorpusError",
+    "FileError",
+    "FingerprintError",
+    "LengthError",
+    "MethodError",
+    "RopeExtError",
+    "ServingError",
+    "UnknownMethodError",
+    "UnsupportedModelError",
+    "did_you_mean",
+    "duration",
+    "entry",
+    "listed",
+    "one_line",
+    "printable",
+    "short",
+    "size_text",
+    "warn_caller",
+]
+
 T = TypeVar("T")
 
 
@@ -99,6 +121,22 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def listed(words: Iterable[str]) -> str:
+    """Return "a", "a and b", or "a, b and c"; empty for no words."""
+    *others, last = list(words) or [""]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def capital(text: str) -> str:
+    """Return a text with its first letter in upper case; the other letters stay as they are."""
+    return text[:1].upper() + text[1:]
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with a noun, given in the singular: "1 prompt", "2 prompts"."""
+    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 def duration(seconds: float) -> str:

@@ -32,9 +32,28 @@ from filelock import FileLock, Timeout
 from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.errors import FileError, printable, short, size_text
 
+__all__ = [
+    "PlainLoader",
+    "atomic_file",
+    "atomic_folder",
+    "check_destination",
+    "disk_errors",
+    "json_digest",
+    "json_text",
+    "list_files",
+    "mistral_format_files",
+    "package_table",
+    "read_json",
+    "resolve_inside",
+    "write_json",
+    "write_text",
+]
+
 _PLAN_FILE = "rope-ext-plan.json"  # in a staging folder: the settings and inputs that a resumed run must have, too
 _RESUMABLE_SUFFIXES = (".safetensors", ".pth")  # files of an interrupted run that a resumed one may keep
 _IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})  # they are no part of a model
+MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.safetensors.index.json")
+"""Patterns of the files of a model in Mistral's own format."""
 COPY_BLOCK = 16 * 2**20  # bytes copied at a time
 PART_AGE = 3600  # seconds since the last write, after which a temporary file is taken as left by a killed process
 _FSYNC_INTERVAL = 0.05  # seconds between two background passes of fsync
@@ -84,6 +103,11 @@ def list_files(folder: Path) -> list[str]:
             resolve_inside(folder, str(name))
             names.append(str(name))
     return names
+
+
+def mistral_format_files(folder: Path) -> list[str]:
+    """Return the names of a folder's files in Mistral's own format, which some programs prefer to config.json."""
+    return sorted({file.name for pattern in MISTRAL_FORMAT for file in folder.glob(pattern)})
 
 
 FileStamps = dict[str, tuple[str, int, int]]

@@ -32,6 +32,23 @@ from rope_ext_hf.reference import folder_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+__all__ = [
+    "find_device",
+    "find_dtype",
+    "fingerprint",
+    "folder_and_hub_id",
+    "foreign_errors",
+    "is_adapter",
+    "load_empty",
+    "load_model",
+    "load_tokenizer",
+    "loaded_dtype",
+    "model_folder",
+    "model_source",
+    "read_config",
+    "tokens_before",
+]
+
 
 _DTYPES: dict[str, torch.dtype | str] = {"auto": "auto"} | {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")
@@ -235,7 +252,10 @@ def model_by_name(model: PreTrainedModel | str | Path) -> PreTrainedModel:
 
 def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
     """Return whether a folder or Hub id holds an adapter of PEFT instead of a model."""
-    source, arguments = _locate(name, revision, _CONFIG_FILES)
+    source = model_source(name)
+    if _is_folder(Path(source)):  # whose base model need not be here
+        return find_adapter(source) is not None
+    source, arguments = _locate(source, revision, _CONFIG_FILES)
     return find_adapter(source, **arguments) is not None
 
 

@@ -19,6 +19,8 @@ from rope_ext_hf.bounds import MOST_TOKENS, as_list, parse_length
 from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean, short
 from rope_ext_hf.questions import Question, argument
 
+__all__ = ["LayerChoice", "MethodChoice", "PatchChoice", "parse_numbers"]
+
 _REGISTRY = "rope_ext_hf.methods.registry"
 _LAST_VERSION = "0.1.0 as it was before 2026-11-27"
 _REMOVED = {"profiles": _LAST_VERSION, "string": _LAST_VERSION}

@@ -23,6 +23,8 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 from rope_ext_hf.bounds import as_list, range_text
 from rope_ext_hf.errors import MethodError, short
 
+__all__ = ["Question", "anything", "argument", "command_line", "forward", "several"]
+
 P = ParamSpec("P")
 T = TypeVar("T")
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}

@@ -17,6 +17,8 @@ from rich.text import Text
 
 from rope_ext_hf.errors import printable
 
+__all__ = ["Report", "Rows", "ShownAsTables", "as_wide_as", "broken_command", "text_table", "wrapped"]
+
 Rows = Sequence[Sequence[str]]
 """The rows of a table: a name and its value in each; or, with more than two columns, the heads and the rows below."""
 _LINE = 110  # the most columns of sentences and commands, as longer lines are hard to read

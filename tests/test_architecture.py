@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rope_ext_hf.extending import OPEN
+
 ROOT = Path(__file__).parent.parent
 PACKAGE, TOOLS = "rope_ext_hf", "tools"
 FLOORS = (
@@ -235,20 +237,32 @@ def test_the_library_names_no_tool() -> None:
 
 
 def faces() -> set[tuple[str, str]]:
-    """Return the names that `rope_ext_hf` and `rope_ext_hf.eval` export, each with the module that defines it."""
+    """Return the names that `rope_ext_hf` and `rope_ext_hf.eval` export, each with the module that defines it.
+
+    They import such a name as itself: `from module import name as name`.
+    """
     return {
         (node.module, alias.name)
         for name in (PACKAGE, f"{PACKAGE}.eval")
         for node in ast.walk(modules()[name].tree)
         if isinstance(node, ast.ImportFrom) and node.module is not None
         for alias in node.names
+        if alias.asname is not None
     }
 
 
-def test_tools_take_the_names_that_are_listed() -> None:
-    """The tool box takes public names of the library, and those that rope_ext_hf/extending.py lists: all of them."""
-    from rope_ext_hf.extending import NAMES
+def open_modules() -> set[str]:
+    """Return the modules that rope_ext_hf/extending.py opens whole: the names in their `__all__`."""
+    return {entry for entry in OPEN if ":" not in entry}
 
+
+def test_tools_take_what_is_open() -> None:
+    """The tool box takes public names of the library, and what rope_ext_hf/extending.py opens: something of each entry.
+
+    An entry is a module, of which the names in `__all__` are open, or one object, written module:object.
+    """
+    objects = {(module, name) for module, _, name in (entry.partition(":") for entry in OPEN) if name}
+    of_modules = {(module, name) for module in open_modules() for name in importlib.import_module(module).__all__}
     taken = {
         (each.target, each.name)
         for module in modules().values()
@@ -257,11 +271,25 @@ def test_tools_take_the_names_that_are_listed() -> None:
         if each.name is not None and each.target in modules()
         if modules()[each.target].room.partition(".")[0] != TOOLS and each.target not in (PACKAGE, f"{PACKAGE}.eval")
     }
-    listed = {(module, name) for module, names in NAMES.items() for name in names}
     taken -= faces()
     check(
-        [f"{module}.{name} is taken and not listed" for module, name in taken - listed]
-        + [f"{module}.{name} is listed and not taken" for module, name in listed - taken]
+        [f"{module}.{name} is taken and not open" for module, name in taken - objects - of_modules]
+        + [f"{module}:{name} is open and not taken" for module, name in objects - taken]
+        + [
+            f"{module} is open and nothing of it is taken"
+            for module in open_modules() - {module for module, _ in taken}
+        ]
+        + [f"{module}:{name} is open by its module already" for module, name in objects if module in open_modules()]
+    )
+
+
+def test_names_of_open_modules_are_their_own() -> None:
+    """An open module defines what its `__all__` names, so that there is one place to look."""
+    check(
+        f"{name}.{each} is defined elsewhere"
+        for name in open_modules()
+        for each in importlib.import_module(name).__all__
+        if each not in defined(modules()[name])
     )
 
 
@@ -418,12 +446,16 @@ def defined(module: Module) -> Iterator[str]:
                 yield from (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
 
 
-def test_only_packages_list_their_names() -> None:
-    """`__all__` of a package's `__init__` says what it offers; inside, the underscore does."""
+def test_packages_and_open_modules_list_their_names() -> None:
+    """`__all__` says what a package, or a module that rope_ext_hf/extending.py opens, offers to others.
+
+    Inside the package, the underscore does.
+    """
     check(
         module.name
         for module in modules().values()
         if module.path.name != "__init__.py"
+        and module.name not in open_modules()
         and "__all__" in {n.id for n in ast.walk(module.tree) if isinstance(n, ast.Name)}
     )
 

@@ -29,6 +29,8 @@ from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.key_rotation import KeyRotation
 from rope_ext_hf.rotary.triton_rotation import can_fuse
 
+__all__ = ["attend", "query_key_product"]
+
 _MAX_QUERY_BLOCK = 2048  # queries rotated at a time, in tokens, unless that makes more than `_MAX_BLOCKS` blocks
 _MAX_WINDOW_BLOCK = 4096  # the same with windows, whose tiles are not copied: a usual chunk of a prompt is one block
 _MAX_BLOCKS = 4  # upper bound on query blocks: more blocks mean more kernel launches, fewer mean more memory

@@ -15,6 +15,8 @@ from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition, Remap
 from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.phase import fixed_point_number, phase_to_radians
 
+__all__ = ["LocalAttention", "ScoreModifiers", "TokenPositions"]
+
 
 @dataclass(frozen=True)
 class LocalAttention(AttentionRule):

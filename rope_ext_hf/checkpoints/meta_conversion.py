@@ -44,11 +44,11 @@ from rope_ext_hf.checkpoints.weight_files import (
     tensor_bytes,
     write_safetensors,
 )
-from rope_ext_hf.downloads import mistral_format_files
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import (
     atomic_file,
     copy_mode,
+    mistral_format_files,
     read_json,
     write_json,
 )

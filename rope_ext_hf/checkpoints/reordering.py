@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rope_ext_hf.checkpoints.head_blocks import RowLayout, ScaleBlocks
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.rotary.pairing import other_pairing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def reorder(model: nn.Module, tensors: RotaryTensors, to: str) -> None:
@@ -46,12 +51,14 @@ def _rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[
 
 
 @contextmanager
-def reordered(model: nn.Module, tensors: RotaryTensors, to: str) -> Iterator[None]:
+def reordered(model: PreTrainedModel, to: str) -> Iterator[None]:
     """Reorder the rotated rows of a model inside the with block, and put them back after it.
 
-    `to`: the pairing inside the block; outside, the rows are in the other one.
+    Args:
+        model: a model of a family whose row layouts are known.
+        to: the pairing inside the block, "half" or "interleaved"; outside, the rows are in the other one.
     """
-    rotated = _rotated_parameters(model, tensors)
+    rotated = _rotated_parameters(model, RotaryTensors(model.config, checkpoint_geometry(model).dim))
     moved: list[tuple[Tensor, RowLayout | ScaleBlocks]] = []
     try:
         with torch.no_grad():

@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any, cast
 from rope_ext_hf.checkpoints.head_blocks import RowLayout, ScaleBlocks
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.checkpoints.weight_files import FORMATS, TORCH_DTYPES, TensorView, WeightFile
-from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES, mistral_format_files
+from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import FileStamps, copy_files, file_stamps, list_files, read_json, resolve_inside
+from rope_ext_hf.files import (
+    FileStamps,
+    copy_files,
+    file_stamps,
+    list_files,
+    mistral_format_files,
+    read_json,
+    resolve_inside,
+)
 from rope_ext_hf.hub import loading, model_folder
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, Adapter, find_adapter

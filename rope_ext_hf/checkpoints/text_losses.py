@@ -14,10 +14,10 @@ from rope_ext_hf.checkpoints.query_key_weights import RotatedWeights
 from rope_ext_hf.checkpoints.reordering import reordered
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
 from rope_ext_hf.hub import leading_tokens, load_tokenizer
-from rope_ext_hf.patches.attention_interface import evaluating
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.patches.slots import patched_slots
+from rope_ext_hf.patches.temporary import evaluating
 from rope_ext_hf.rotary.pairing import other_pairing
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def compare_losses(weights: RotatedWeights, text: str, tokenizer: PreTrainedToke
     first = max(1, leading.shape[1])
     with evaluating(model), torch.no_grad():
         losses = {runs: _span_losses(model, spans, first)}
-        with reordered(model, weights.tensors, runs):
+        with reordered(model, runs):
             losses[other_pairing(runs)] = _span_losses(model, spans, first)
 
     half, interleaved = float(losses["half"].mean()), float(losses["interleaved"].mean())

@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from rope_ext_hf.errors import FileError, bounded, duration, printable
+from rope_ext_hf.files import json_text
 from rope_ext_hf.terminal import terminal_width, wrapped
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+__all__ = ["print_note", "print_result", "print_text", "progress_bar", "results_to"]
 
 _results: list[TextIO] = []  # streams for results; the last one counts
 
@@ -81,6 +84,11 @@ def print_text(text: str) -> None:
     """Print text as a result on standard output, with control characters escaped."""
     with _results_stream() as stream:
         typer.echo(printable(text), file=stream)
+
+
+def print_result(result: Any, as_json: bool) -> None:
+    """Print a result as text, or, for --json, what its `to_dict` returns."""
+    print_text(json_text(result.to_dict()) if as_json else str(result))
 
 
 def print_note(name: str, text: str) -> None:

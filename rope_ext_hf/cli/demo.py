@@ -173,7 +173,7 @@ class Demonstration:
         return [self._sentence_on_the_unpatched_model(), self._sentence_on_the_best(), *self._sentences_on_portable()]
 
     def _sentence_on_the_unpatched_model(self) -> str:
-        from rope_ext_hf.runs.outcomes import Outcome
+        from rope_ext_hf.runs.verdicts import Outcome
 
         known, key = self.findings, self.findings.loaded
         if known.outcome_against_short(self.perplexity, key, self.long) is not Outcome.WORSE:
@@ -186,7 +186,7 @@ class Demonstration:
 
     def _sentence_on_the_best(self) -> str:
         """Return a sentence on the methods that read long texts as well as the unpatched model reads short ones."""
-        from rope_ext_hf.runs.grammar import listed
+        from rope_ext_hf.errors import listed
 
         known = self.findings
         best = [key for key in known.names if key != known.loaded and known.reads_as_well(key, self.long)]

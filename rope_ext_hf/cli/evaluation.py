@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rope_ext_hf.cli.console import print_error, print_note, print_table, print_text, progress_bar
+from rope_ext_hf.cli.console import print_error, print_note, print_result, print_table, print_text, progress_bar
 from rope_ext_hf.cli.options import CONTINUES, DryRun, EvalOptions, Json, Model, Out, command
 from rope_ext_hf.errors import MethodError, count_text, duration, short
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, Sweep
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.run_file import RunFile
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
+
+__all__ = ["Prepared", "ProcessOptions", "ReaderOptions", "RunOptions", "shown_progress"]
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ class Prepared:
         from rope_ext_hf.runs.runner import carry_out
 
         if self.forecast is not None:
-            print_forecast(self.forecast, self.options.as_json)
+            print_result(self.forecast, self.options.as_json)
             raise typer.Exit
         name = self.options.model
         with self.workers.in_step(), foreign_errors(f"the model {short(name)!r} could not be measured"):
@@ -284,7 +286,7 @@ def _with_key_tokens(
         empty = evaluator.empty_model(source)
         key_plan = make(empty, evaluator.tokenizer(source))
         if options.dry_run:
-            print_forecast(_forecast(empty, evaluator, key_plan, workers, options.out), options.as_json)
+            print_result(_forecast(empty, evaluator, key_plan, workers, options.out), options.as_json)
             return None
         _check_memory(empty, evaluator, key_plan, workers)
         run = carry_out(
@@ -360,7 +362,7 @@ def _forecast(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], wor
 def _seconds(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers) -> float:
     """Estimate the seconds that a measurement takes, from the measured speed of the device."""
     from rope_ext_hf.hub import find_device, loaded_dtype
-    from rope_ext_hf.reading.operations import measure_flops
+    from rope_ext_hf.reading.forecast import measure_flops
 
     operations = max(1, len(plan.methods)) * _work(empty, plan.measurement, *plan.measurement.passes)
     return operations / workers.count / measure_flops(find_device(load.device), loaded_dtype(empty, load.dtype))
@@ -371,7 +373,7 @@ def _work(model: PreTrainedModel, measurement: Measurement, *passes: int) -> flo
 
     `passes` are the numbers of tokens of the passes.
     """
-    from rope_ext_hf.reading.operations import estimate_flops
+    from rope_ext_hf.reading.forecast import estimate_flops
 
     after = [1] * (measurement.after_each_pass * len(passes))
     scored = measurement.scored * len(passes) // len(measurement.passes)
@@ -386,10 +388,6 @@ def _readers_clause(plan: RunPlan[Any]) -> str:
         return unpatched
     with_methods = "patched" if patched == 1 else f"with each of {patched} methods"
     return f"{unpatched} and {with_methods}" if unpatched else f", {with_methods}"
-
-
-def print_forecast(forecast: Forecast, as_json: bool) -> None:
-    print_text(json_text(forecast.to_dict()) if as_json else str(forecast))
 
 
 # --- progress and results ---------------------------------------------------------------------------------------------

@@ -6,29 +6,24 @@ torch is imported inside the functions, so that --help answers at once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.cli.console import print_table, print_text, progress_bar
+from rope_ext_hf.cli.console import print_result, print_table, print_text, progress_bar
+from rope_ext_hf.cli.folders import PublishOptions, described, write_patched
 from rope_ext_hf.cli.options import Json, Model, SourceOptions, command
-from rope_ext_hf.cli.publishing import PublishOptions, write_cards
 from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.questions import argument, option_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from rope_ext_hf.methods.base import RopeMethod
-    from rope_ext_hf.patches.describing import Description
-    from rope_ext_hf.runs.run import Run
 
 
 @command("Patch a model")
@@ -132,8 +127,8 @@ def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json:
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be described"):
         apply_choice(methods, empty)
-        description = _describe(empty, model, source)
-    print_text(json_text(description.to_dict()) if as_json else str(description))
+        description = described(empty, model, source)
+    print_result(description, as_json)
 
 
 @command("Patch a model")
@@ -171,77 +166,6 @@ def patch(
     else:
         print_text(f"{description}\n  written to        {out}")
     publish.upload(out, trust_remote_code=source.trust_remote_code)
-
-
-def write_patched(
-    model: str,
-    out: Path,
-    methods: LayerChoice,
-    source: SourceOptions,
-    *,
-    native: bool = False,
-    as_code: bool = False,
-    keep_mistral_format: bool = False,
-    runs: Sequence[Run[Any]] = (),
-) -> Description:
-    """Write a patched copy of a model folder, and return a description of it.
-
-    The model card in it shows the results of `runs`. The other arguments are those of the command `patch`.
-    """
-    from rope_ext_hf.downloads import mistral_format_files
-    from rope_ext_hf.hub import folder_and_hub_id, foreign_errors
-    from rope_ext_hf.patches.folder_copies import save_patched_folder
-    from rope_ext_hf.runs.chosen_methods import apply_choice
-
-    empty = source.empty_model(model)
-    with foreign_errors(f"the model {short(model)!r} could not be patched"):
-        apply_choice(methods, empty, native=native)
-        folder, hub_id = folder_and_hub_id(model, revision=source.revision)
-        finish = partial(
-            write_cards,
-            runs=runs,
-            name=out.name,
-            source=folder,
-            base_model=hub_id,
-            model=empty,
-            trust_remote_code=source.trust_remote_code,
-        )
-        with progress_bar("copying", unit="bytes") as bar:
-            save_patched_folder(empty, folder, out, bar.set, as_code, finish, keep_mistral_format)
-        description = _describe(empty, model, source)
-        names = ", ".join(mistral_format_files(folder))
-        if not names:
-            return description
-        if keep_mistral_format:
-            note = (
-                f"{names} are copied as they are: start vLLM with --config-format hf --load-format safetensors, or it "
-                "runs the model from them, without the method."
-            )
-        else:
-            note = (
-                f"{names} are left out: they hold the model in Mistral's own format, from which vLLM would run it "
-                "without the method. --keep-mistral-format copies them too."
-            )
-        return replace(description, notes=(*description.notes, note))
-
-
-def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:
-    """Describe a model; notes add facts about its folder, `name`, that the model object does not show."""
-    from rope_ext_hf.files import read_json
-    from rope_ext_hf.hub import is_adapter, model_folder
-    from rope_ext_hf.patches.adapters import SAVE_ROUTE
-    from rope_ext_hf.patches.config_keys import text_settings, unread_settings
-    from rope_ext_hf.patches.describing import describe as describe_model
-
-    description = describe_model(empty)
-    config = model_folder(name, revision=source.revision, weights=False) / "config.json"
-    if config.is_file():  # the folder of an adapter has none
-        note = unread_settings(text_settings(read_json(config)))
-        if note:
-            description = replace(description, notes=(*description.notes, note))
-    if description.patched and is_adapter(name, revision=source.revision):
-        return replace(description, save_route=SAVE_ROUTE)
-    return description
 
 
 @command("Convert a checkpoint", interrupted="the same command with --resume continues")
@@ -294,7 +218,7 @@ def convert(
     for warning in caught:  # warnings of the conversion stand among the notes of the report already
         if str(warning.message) not in report.notes:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    print_text(json_text(report.to_dict()) if as_json else str(report))
+    print_result(report, as_json)
 
 
 @command("Convert a checkpoint")
@@ -325,4 +249,4 @@ def detect(
                 raise CheckpointError(f"no such text file: {short(str(text))!r}")
             sample = read_beginning(text, TEXT_CHARACTERS)
     report = detect_pairing(model_source(model), text=sample, **source.version)
-    print_text(json_text(report.to_dict()) if as_json else str(report))
+    print_result(report, as_json)

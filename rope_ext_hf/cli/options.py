@@ -23,6 +23,8 @@ from rope_ext_hf.questions import Question, argument
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+__all__ = ["CONTINUES", "DryRun", "EvalOptions", "Json", "LoadOptions", "Model", "SourceOptions", "command"]
+
 C = TypeVar("C", bound=Callable[..., Any])
 
 Model = Annotated[

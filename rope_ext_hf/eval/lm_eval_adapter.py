@@ -39,9 +39,9 @@ from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.patching import fixed_length, patch
+from rope_ext_hf.patches.temporary import set_to
 from rope_ext_hf.reading.protocols import ProtocolOptions, blocks
 from rope_ext_hf.reading.scorer import check_numbers
-from rope_ext_hf.reading.temporary_attributes import set_to
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
 try:

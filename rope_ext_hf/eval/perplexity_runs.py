@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, MethodError, printable, short
+from rope_ext_hf.errors import CorpusError, MethodError, capital, printable, short
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity, Sweep
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
@@ -29,11 +29,9 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Setting, prepare, span_passes
 from rope_ext_hf.runs.charts import line_chart
 from rope_ext_hf.runs.chosen_methods import resolve_choice
-from rope_ext_hf.runs.grammar import capital
-from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label, method_key
-from rope_ext_hf.runs.measurement import Measurement, Passed, RunPlan, Scored
+from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
 from rope_ext_hf.runs.measures import RECENT, Evidence, Measure, exponential, perplexity_text
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.statistics import Estimate, estimate
@@ -41,6 +39,8 @@ from rope_ext_hf.runs.tables import BEST_NOTE, beyond_mark, length_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["PerplexityMeasurement", "PerplexityRuns", "Result", "difference"]
 
 _TOLERANCE = 0.05
 """The share by which a perplexity may be above that of short inputs and still count as reading well."""

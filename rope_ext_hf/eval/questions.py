@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.measurement import RunPlan
     from rope_ext_hf.runs.run import Run
 
+__all__ = ["LengthsQuestion", "MeasureWith", "Passkey", "Perplexity", "Sweep"]
+
 
 class MeasureWith(Protocol):
     """A function that loads a model, makes a plan for it, and measures with it.

@@ -28,10 +28,9 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import Cost, TokenScorer, check_numbers
 from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, tokenize
-from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult
-from rope_ext_hf.runs.measurement import Measurement, Passed, RunPlan, Scored
+from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.tables import beyond_mark, two_column_table

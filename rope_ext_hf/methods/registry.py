@@ -16,6 +16,8 @@ from rope_ext_hf.method_choice import folded, unknown_method
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedScaling, is_number
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 
+__all__ = ["frequencies", "list_methods", "register_method", "registered_name", "resolve_method"]
+
 _METHODS: dict[str, type[RopeMethod]] = {}
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}
 """The method that another name stands for, and the parameters that the name implies."""

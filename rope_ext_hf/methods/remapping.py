@@ -29,6 +29,8 @@ from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.methods.tiles import Tile
 
+__all__ = ["RemappingMethod", "ScoreBias"]
+
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
 """(m, n) -> a number to add to each score, (rows or 1, heads or 1, queries, keys).
 

@@ -36,9 +36,11 @@ Hook the forward (length-dependent and remapping methods; docs/internals.md show
     attention_hooks: hooks of remapping methods.
     attention_function: the attention that the layers then run.
     attention_interface: transformers' tables of attention functions and masks.
+    temporary: changes of a model that end with a `with` block.
     attention_probe: find out what each attention layer does with its rotary embedding.
     continuation_probe: try once whether a decoder goes on from its cache as it reads in one forward.
-    continuous_batching, rotation_kernels, reference_models: refuse what would run the model without its method.
+    continuous_batching, rotation_kernels: refuse what would run the model without its method.
+    training_checks: refuse what would train it without its method, or with the frequencies of a part of a row.
 
 Save
     saving: what `save_pretrained` of a patched model writes beside transformers' own files.

@@ -38,9 +38,9 @@ from rope_ext_hf.patches.generation_length import extend_generation
 from rope_ext_hf.patches.length_hooks import LengthHooks
 from rope_ext_hf.patches.patch_records import PatchSpec
 from rope_ext_hf.patches.planning import PatchPlan, plan_replay
-from rope_ext_hf.patches.reference_models import check_trainers_above
 from rope_ext_hf.patches.saving import attach_saving
 from rope_ext_hf.patches.slots import PatchedSlot, check_filled, patch_state, patched_slots, present_specs
+from rope_ext_hf.patches.training_checks import check_trainers_above
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -147,25 +147,6 @@ def attending(
             config._attn_implementation = before[key]
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module of a model into eval mode inside a `with` block, and back into its own mode at the end.
-
-    `model.eval()` would call the `train` method of every module, which a patched slot takes for a sign of training.
-    """
-    modes = {name: module.training for name, module in model.named_modules()}
-    for module in model.modules():
-        if module.training:
-            module.training = False
-    try:
-        yield
-    finally:
-        for name, module in model.named_modules():  # by name: a patch may have put another module in the place
-            before = modes.get(name, module.training)
-            if module.training != before:
-                module.training = before
-
-
 class _AsLoaded:
     """An attention module with another config: the one that the model was loaded with, for attention functions."""
 

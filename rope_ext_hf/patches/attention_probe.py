@@ -30,7 +30,6 @@ from rope_ext_hf.patches.attention_interface import (
     UNSUPPORTED_KWARGS,
     Layer,
     attending,
-    evaluating,
     is_sliding,
     places_of_attention,
 )
@@ -38,6 +37,7 @@ from rope_ext_hf.patches.decoder_arguments import check_names
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
+from rope_ext_hf.patches.temporary import evaluating
 from rope_ext_hf.rotary.key_rotation import KeyLayout, candidate_key_layouts, nearly_equal
 
 

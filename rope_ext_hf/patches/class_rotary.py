@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.errors import ServingError, UnsupportedModelError, short
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.class_angles import ClassAngles, softmax_multiple
+from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.family_settings import check_stated
 from rope_ext_hf.patches.layer_types import LayerType
 from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.patches.slot_finding import find_slots, rotary_modules
 from rope_ext_hf.patches.slots import first_scaled
+
+__all__ = ["ClassRotary", "check_described"]
+
+
+def check_described(config: Mapping[str, Any]) -> None:
+    """Check that the values of a config.json describe a rotary embedding, before any class reads them.
+
+    Raises:
+        CheckpointError: a number is impossibly large.
+        ServingError: the model has its angles as a table in its weights.
+    """
+    check_stated(config)
+    model_type = str(config.get("model_type"))
+    if family(model_type).angle_table:
+        raise ServingError(
+            f"the angles of {short(model_type)!r} are a table in its weights, which its config does not describe"
+        )
 
 
 class ClassRotary:

@@ -12,6 +12,18 @@ from typing import Any
 
 from rope_ext_hf.errors import ServingError, short
 
+__all__ = [
+    "GEOMETRY_KEYS",
+    "Config",
+    "needed",
+    "rope_settings",
+    "rotated_dims",
+    "text_settings",
+    "unread_settings",
+    "yarn_magnitude",
+    "yarn_magnitude_by_config",
+]
+
 Config = Mapping[str, Any]
 GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 """Rope settings that state which dims rotate and by which positions, whatever the method is."""

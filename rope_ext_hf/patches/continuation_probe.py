@@ -24,11 +24,12 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.patches.attention_interface import Layer, evaluating
+from rope_ext_hf.patches.attention_interface import Layer
 from rope_ext_hf.patches.attention_probe import is_partitioned
 from rope_ext_hf.patches.decoder_arguments import cache_of_output, cache_parameter
 from rope_ext_hf.patches.key_layout_probe import CacheCannotFollowError
 from rope_ext_hf.patches.slots import patched_slots, tables_of
+from rope_ext_hf.patches.temporary import evaluating
 
 TOKENS = 24
 """The number of tokens that are read in one forward, and again with the last of them onto a cache of the others."""

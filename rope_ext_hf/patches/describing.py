@@ -24,6 +24,8 @@ from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, first_scaled, patched_slots
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
+__all__ = ["Description", "describe", "scalings_underneath", "short_input_notes"]
+
 _PAIRINGS: dict[str | None, str] = {
     "half": "half (dims i and i + d/2 rotate together)",
     "interleaved": "interleaved (dims 2i and 2i + 1 rotate together)",

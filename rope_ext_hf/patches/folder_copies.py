@@ -7,9 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_ext_hf.downloads import mistral_format_files
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
+from rope_ext_hf.files import (
+    atomic_folder,
+    copy_files,
+    file_stamps,
+    list_files,
+    mistral_format_files,
+    read_json,
+    write_json,
+)
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, with_record
 from rope_ext_hf.patches.config import UNKNOWN_TYPE

@@ -17,6 +17,8 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 from rope_ext_hf.patches.engine_keys import former_keys
 
+__all__ = ["PATCH_KEY", "SAVED_KEYS", "PatchSpec", "checked_specs"]
+
 PATCH_KEY = "rope_ext_hf"
 """The config key of the record."""
 SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim")

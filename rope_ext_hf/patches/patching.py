@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length, whole
-from rope_ext_hf.errors import MethodError, UnsupportedModelError
+from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod
-from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.applying import patch_as_planned, replay, take_off
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.planning import plan_patch
-from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slot_finding import own_length_dependent
 from rope_ext_hf.patches.slots import patched_slots, present_specs, tables_of
 
 if TYPE_CHECKING:
@@ -165,7 +164,7 @@ def fixed_length(model: M, length: Length) -> Iterator[M]:
     """
     length = whole("length", parse_length(length))
     slots = patched_slots(model)
-    own_method = next(_own_length_dependent(model), None)
+    own_method = next(own_length_dependent(model), None)
     if own_method is not None:
         raise UnsupportedModelError(
             f"this model's own {own_method} follows the length of the input inside transformers, where it cannot be "
@@ -189,48 +188,6 @@ def reset(model: M) -> M:
     for table in tables_of(patched_slots(model)):
         table.reset()
     return model
-
-
-def check_context_parallel(model: nn.Module) -> None:
-    """Check that a model, patched or not, rotates correctly where each process holds only a part of every row.
-
-    That is so under context or sequence parallelism. Call this inside `fixed_length` where you use that. In a Trainer
-    with such parallelism, `RopeCallback` calls it.
-
-    Raises:
-        MethodError: the frequencies follow the length of the input, which each process would take from its own part,
-            so that the processes would rotate by different frequencies; or the method is a remapping method, whose
-            attention needs all keys.
-        UnsupportedModelError: the model has no rotary embeddings that could be replaced.
-    """
-    rule = "under context parallelism each process holds only a part of every row"
-    for table in tables_of(patched_slots(model)):
-        if isinstance(table.method, RemappingMethod):
-            raise MethodError(
-                f"{rule}, and {table.method.name} needs all keys at their places; choose a frequency method, such as "
-                "yarn"
-            )
-        if table.length_dependent:
-            raise MethodError(
-                f"{rule}, and the frequencies of {table.method.name} follow the longest position of each part; hold "
-                "one length: with rope_ext_hf.fixed_length(model, LENGTH): trainer.train()"
-            )
-    own_method = next(_own_length_dependent(model), None)
-    if own_method is not None:
-        raise MethodError(
-            f"{rule}, and the model's own {own_method} takes the length of the input from that part; patch the model "
-            "with a static method, or patch it and hold one length with rope_ext_hf.fixed_length"
-        )
-
-
-def _own_length_dependent(model: nn.Module) -> Iterator[str]:
-    """Yield the names of an unpatched model's own methods that follow the length of the input; none if patched."""
-    if patched_slots(model):
-        return
-    for slot in find_slots(model):
-        for own in slot.as_loaded.values():
-            if own.method.depends_on_length(own.plain):
-                yield own.method.name
 
 
 def patched_method(model: nn.Module) -> RopeMethod | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from rope_ext_hf.patches.config import ConfigRope, read_rope
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.layer_types import AttentionLayers, Layers, LayerType
 from rope_ext_hf.patches.layout_probe import AngleLayout, probe_layout
-from rope_ext_hf.patches.slots import PatchedSlot, Slot, check_filled, check_is_model
+from rope_ext_hf.patches.slots import PatchedSlot, Slot, check_filled, check_is_model, patched_slots
 
 _TABLE_ROWS_COMPARED = 512
 """Positions up to which a table of angles is compared with the config."""
@@ -49,6 +50,16 @@ def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
     if not modules:
         raise _no_rotary_module(model)
     return [_slot(rotary_module, layers, several=len(modules) > 1) for rotary_module in modules]
+
+
+def own_length_dependent(model: nn.Module) -> Iterator[str]:
+    """Yield the names of an unpatched model's own methods that follow the length of the input; none if patched."""
+    if patched_slots(model):
+        return
+    for slot in find_slots(model):
+        for own in slot.as_loaded.values():
+            if own.method.depends_on_length(own.plain):
+                yield own.method.name
 
 
 def _no_rotary_module(model: nn.Module) -> UnsupportedModelError:

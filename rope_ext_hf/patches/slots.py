@@ -26,6 +26,8 @@ from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slot_rotary import rotary_for_slot
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 
+__all__ = ["patch_state", "present_specs"]
+
 
 @dataclass(frozen=True)
 class Slot:

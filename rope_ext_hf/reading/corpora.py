@@ -25,6 +25,8 @@ from rope_ext_hf.reading.hub_datasets import read_hub_dataset
 from rope_ext_hf.reading.in_memory import documents_in
 from rope_ext_hf.reading.text_files import NAME_HELP, find_files, read_files, reason
 
+__all__ = ["check_name", "load", "stdlib_held_out"]
+
 T = TypeVar("T")
 
 HELD_OUT = ("_pydecimal", "argparse", "inspect", "mailbox", "pydoc_data/topics", "tarfile", "turtle", "typing")

@@ -13,6 +13,8 @@ from rope_ext_hf.errors import CorpusError, short
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["Document", "Tokens", "corpus_name", "utf8_bytes"]
+
 Corpus: TypeAlias = "str | Path | Document | Tensor | Iterable[object]"
 """Everything that `rope_ext_hf.reading.corpora.load` takes."""
 

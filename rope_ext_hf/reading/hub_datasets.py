@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import CorpusError
+from rope_ext_hf.patches.temporary import set_to
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.rows import read_rows
-from rope_ext_hf.reading.temporary_attributes import set_to
 from rope_ext_hf.reading.text_files import optional_package, reason
 
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")

@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple
 from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import MethodError, entry
 
+__all__ = ["ProtocolOptions", "Span", "register_protocol"]
+
 
 class Span(NamedTuple):
     """A stretch of tokens in a document that is read in one pass, and the part of it that is scored.

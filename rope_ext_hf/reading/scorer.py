@@ -34,6 +34,8 @@ from rope_ext_hf.reading.whole_reader import whole_logits
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+__all__ = ["Cost", "TokenScorer", "check_numbers"]
+
 
 class Cost(NamedTuple):
     """The cost of a measurement: tokens that the model read, seconds, and peak GPU memory in bytes."""

@@ -29,6 +29,19 @@ from rope_ext_hf.reading.token_bytes import byte_ends
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+__all__ = [
+    "EvalPlan",
+    "check_prompts",
+    "check_vocabulary",
+    "encode",
+    "encode_answer",
+    "own_tokenizer",
+    "prefix_tokens",
+    "text_of",
+    "tokenize",
+    "with_prefix",
+]
+
 
 @dataclass(frozen=True)
 class Setting:

@@ -26,6 +26,8 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, state_of_table
 from rope_ext_hf.rotary.phase import fixed_point, phase_to_radians
 
+__all__ = ["Layout", "RotaryEmbedding", "arrange"]
+
 Layout = Literal["half", "interleaved", "bare", "complex"]
 """The arrangement of cos and sin that a model reads.
 

@@ -45,14 +45,6 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((out.to(x.dtype), x[..., rotated:]), dim=-1) if rotated < x.shape[-1] else out.to(x.dtype)
 
 
-def check_padding_mask(mask: Tensor | None, batch: int, length: int) -> None:
-    """Raise ValueError unless a mask, if there is one, is a bool tensor (batch, length)."""
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, length)):
-        raise ValueError(
-            f"padding_mask must be bool ({batch}, {length}), False for padding; got {mask.dtype} {tuple(mask.shape)}"
-        )
-
-
 class NTKAwareRoPE(nn.Module):
     """A module that rotates queries or keys by NTK-aware RoPE and holds its own tables, for models written by hand.
 

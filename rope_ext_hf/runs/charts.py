@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from rope_ext_hf.errors import capital
 from rope_ext_hf.pictures.charts import LineChart
 from rope_ext_hf.runs.findings import Findings
-from rope_ext_hf.runs.grammar import capital
 from rope_ext_hf.runs.labels import short_labels
 from rope_ext_hf.runs.measures import Measure
 

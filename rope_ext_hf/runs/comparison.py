@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from rope_ext_hf.errors import FileError, multiple_text, printable
+from rope_ext_hf.errors import FileError, capital, multiple_text, printable
 from rope_ext_hf.files import write_text
 from rope_ext_hf.pictures import html_page as html
 from rope_ext_hf.pictures.charts import WIDE, WIDTH, draw_side_by_side
@@ -25,7 +25,6 @@ from rope_ext_hf.runs.charts import line_chart
 from rope_ext_hf.runs.conclusions import Conclusion, conclude
 from rope_ext_hf.runs.findings import Findings
 from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.grammar import capital
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.merging import findings_of_runs
 from rope_ext_hf.runs.report import page_heading, what_was_read

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from rope_ext_hf.errors import multiple_text
+from rope_ext_hf.errors import capital, listed, multiple_text
 from rope_ext_hf.runs.findings import Findings
-from rope_ext_hf.runs.grammar import capital, listed
 from rope_ext_hf.runs.measures import RECENT, Measure, exponential
-from rope_ext_hf.runs.outcomes import Outcome
+from rope_ext_hf.runs.verdicts import Outcome
 
 _UNPATCHED = "the unpatched model"
 _MOST_SENTENCES = 4

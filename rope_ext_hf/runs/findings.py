@@ -15,7 +15,7 @@ from itertools import combinations
 
 from rope_ext_hf.runs.labels import Method, labels, method_key, short_labels
 from rope_ext_hf.runs.measures import Measure
-from rope_ext_hf.runs.outcomes import Outcome, outcome_of_change
+from rope_ext_hf.runs.verdicts import Outcome, outcome_of_change
 
 
 @dataclass(frozen=True)

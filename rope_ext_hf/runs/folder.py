@@ -1,22 +1,41 @@
-"""Reading back the settings and results from the folder of a run, and checking that they can be used."""
+"""The folder of a run: a lock on it, and its settings and results, read back and checked."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import FileError, one_line, short
-from rope_ext_hf.files import parse_json_object
-from rope_ext_hf.runs.journal import Cell, Record, RunContents, read_plain, read_records
+from rope_ext_hf.files import disk_errors, locked, parse_json_object
+from rope_ext_hf.runs.journal import Record, read_plain, read_records
 from rope_ext_hf.runs.kinds import RunKind, run_kind
 from rope_ext_hf.runs.labels import Method, method_key
+from rope_ext_hf.runs.measurement import Cell, RunContents
 from rope_ext_hf.runs.run import Run
 
+__all__ = ["exclusive", "other_settings", "read_run"]
+
 SETTINGS = "run.json"
+
+
+@contextmanager
+def exclusive(folder: Path, rank: int = 0) -> Iterator[None]:
+    """Hold a lock on a folder for the process with this rank inside the `with` block; FileError if another holds it.
+
+    The system releases the lock of a process that ends.
+    """
+    path = folder / f"run.{rank}.lock"
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise FileError(f"{str(path)!r} is not a plain file; delete it")
+    with ExitStack() as held:
+        with disk_errors(path):
+            held.enter_context(locked(path, folder))
+        yield
 
 
 def read_run(folder: str | Path) -> Run[Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import platform
 import re
 import sys
@@ -30,6 +31,7 @@ import torch
 from torch import nn
 
 from rope_ext_hf import __version__
+from rope_ext_hf.errors import FileError
 from rope_ext_hf.files import read_json, write_json
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
@@ -38,10 +40,14 @@ from rope_ext_hf.patches.patch_records import PatchSpec
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.spans import prefix_tokens
+from rope_ext_hf.runs.labels import Method, label, method_key
 from rope_ext_hf.runs.model_digest import model_digest
+from rope_ext_hf.runs.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["digest_inputs", "results_of_model"]
 
 
 def provenance(model: Any, data: str) -> dict[str, Any]:
@@ -126,6 +132,31 @@ def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str
         return Basis.from_specs(specs)
     under = base_rope_of_model(model, over=over, context_length=context_length)
     return Basis(under.rotary, None, under.live)
+
+
+def results_of_model(run: Run[Any], model: nn.Module, name: str) -> tuple[Run[Any], Method]:
+    """Return a run with only the results of a model's present method and of the unpatched model, and that method.
+
+    Args:
+        run: a run of the same weights.
+        model: patched or not; it may be on the meta device.
+        name: the name of the model in messages.
+
+    Raises:
+        FileError: the run has no result of this method on this rotary embedding.
+    """
+    specs, unpatched = present_specs(model), run.settings["loaded"]
+    method = specs[-1].method.to_dict() if specs else unpatched
+    basis = Basis.from_specs(specs).to_dict() if specs else run.settings["basis"]
+    chosen = run.select([unpatched, method])
+    has_method = any(result.key == method_key(method) for result in chosen.results)
+    if not has_method or json.loads(json.dumps(basis)) != json.loads(json.dumps(run.settings["basis"])):
+        measured = ", ".join(dict.fromkeys(label(result.method) for result in run.results)) or "nothing yet"
+        raise FileError(
+            f"the run in {str(run.path)!r} has no result of {label(method)} as {name} carries it; it measured "
+            f"{measured}"
+        )
+    return chosen, method
 
 
 def model_key(

@@ -12,32 +12,19 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import wraps
-from inspect import signature
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, ParamSpec, TypeVar
 
 from rope_ext_hf.bounds import limit
 from rope_ext_hf.errors import FileError, one_line, short
-from rope_ext_hf.files import disk_errors, fsync_path, locked, parse_json_object, write_text
+from rope_ext_hf.files import disk_errors, fsync_path, parse_json_object, write_text
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.labels import method_key
+from rope_ext_hf.runs.measurement import Cell, RunContents, Value, cell_from_json
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Cell = tuple[float, ...]
-"""A context length in tokens, alone or with a depth from 0 to 1, a distance in tokens or the index of a task."""
-
-
-class Value(Protocol):
-    """The measured value for one item in one cell, such as the loss of a document at one context length."""
-
-    def to_record(self) -> list[Any]:
-        """Return the value as JSON values, in the form that a journal stores."""
-
-
 _JOURNALS = "records.*.jsonl"
 _CHUNKS = "chunks.json"
 _GO_ON = "make room, and the same command goes on where this one stopped"
@@ -59,44 +46,6 @@ class Record(NamedTuple):
     cell: Cell
     value: Value
     cost: Cost
-
-
-@dataclass(frozen=True)
-class RunContents:
-    """The contents that a run has when it is complete.
-
-    Attributes:
-        items: the names of the documents or prompts.
-        counts: the number of items that have a value, by cell (a context length, alone or with a depth or task).
-    """
-
-    items: tuple[str, ...]
-    counts: dict[Cell, int]
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> RunContents:
-        """Return the contents from the settings `items`, `cells` and `per_cell`; ValueError if one of them is wrong."""
-        for key in ("items", "cells", "per_cell"):
-            if not isinstance(value := settings.get(key), list):
-                raise ValueError(f"{key!r} must be a list, got {short(repr(value))}")
-        items, cells, counts = settings["items"], settings["cells"], settings["per_cell"]
-        if {*map(type, items)} != {str}:
-            raise ValueError("'items' must be a list of names")
-        if len(cells) != len(counts) or not cells:
-            raise ValueError("'cells' and 'per_cell' must be lists of the same length")
-        if not all(type(count) is int and 1 <= count <= len(items) for count in counts):
-            raise ValueError(f"'per_cell' must hold numbers from 1 to {len(items)}")
-        return cls(tuple(items), dict(zip(map(_cell, cells), counts, strict=True)))
-
-
-def _cell(value: Any) -> Cell:
-    """Return a cell (a context length, alone or with a depth or task) from JSON; ValueError if it is not a cell."""
-    match value:
-        case [int(length)] if 1 <= length < 2**63:
-            return (length,)
-        case [int(length), int() | float() as place] if 1 <= length < 2**63 and 0 <= place < 2**20:
-            return (length, float(place))
-    raise ValueError(f"expected a cell [length] or [length, depth or task], got {short(repr(value))}")
 
 
 # --- reading a folder that may come from somebody else ----------------------------------------------------------------
@@ -169,7 +118,7 @@ def _parse_record(line: bytes, contents: RunContents, parse: Callable[[str, Any]
     checksum = raw.pop("crc", None)  # earlier versions wrote none
     if set(raw) != set(Record._fields):
         raise ValueError(f"expected the keys {', '.join(Record._fields)}, got {short(', '.join(map(str, raw)))}")
-    method, item, cell = raw["method"], raw["item"], _cell(raw["cell"])
+    method, item, cell = raw["method"], raw["item"], cell_from_json(raw["cell"])
     if method is not None and not (isinstance(method, dict) and isinstance(method.get("method"), str)):
         raise ValueError(f"expected a method with its name, or null, got {short(repr(method))}")
     if type(item) is not int or not 0 <= item < len(contents.items):
@@ -198,41 +147,6 @@ def _checksum(line: Mapping[str, Any]) -> int:
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def exclusive(folder: Path, rank: int) -> Iterator[None]:
-    """Hold a lock on a folder for the process with this rank inside the `with` block; FileError if another holds it.
-
-    The system releases the lock of a process that ends.
-    """
-    path = folder / f"run.{rank}.lock"
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise FileError(f"{str(path)!r} is not a plain file; delete it")
-    with ExitStack() as held:
-        with disk_errors(path):
-            held.enter_context(locked(path, folder))
-        yield
-
-
-def holds_folder(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that it creates the folder in its argument `out` and holds a lock on it while it runs.
-
-    Where `out` is None, the function runs without a folder.
-    """
-    arguments = signature(function)
-
-    @wraps(function)
-    def with_lock(*args: P.args, **kwargs: P.kwargs) -> T:
-        out = arguments.bind(*args, **kwargs).arguments.get("out")
-        if out is None:
-            return function(*args, **kwargs)
-        with disk_errors(Path(out)):
-            Path(out).mkdir(parents=True, exist_ok=True)
-        with exclusive(Path(out), 0):
-            return function(*args, **kwargs)
-
-    return with_lock
 
 
 @contextmanager

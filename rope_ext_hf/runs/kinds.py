@@ -17,13 +17,14 @@ from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.chosen_methods import resolve_choice
-from rope_ext_hf.runs.journal import Cell, Value
 from rope_ext_hf.runs.labels import Method, MethodResult
-from rope_ext_hf.runs.measurement import RunPlan
+from rope_ext_hf.runs.measurement import Cell, RunPlan, Value
 from rope_ext_hf.runs.run import RunDisplay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["RunKind", "register_run_kind"]
 
 K = TypeVar("K", bound="type[RunKind]")
 

@@ -15,6 +15,8 @@ from typing import Any
 from rope_ext_hf.errors import MethodError, printable, short
 from rope_ext_hf.methods.registry import method_from_dict
 
+__all__ = ["Method", "MethodResult", "label", "method_key"]
+
 Method = dict[str, Any] | None
 """The method of a result: its `RopeMethod.to_dict`, or None for the model as loaded."""
 

@@ -5,21 +5,70 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from rope_ext_hf.errors import short
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.runs.journal import Cell, RunContents, Value
+
+__all__ = ["Cell", "Measurement", "Passed", "RunPlan", "Scored", "Value"]
 
 T = TypeVar("T")
 M_co = TypeVar("M_co", bound="Measurement", covariant=True)
+Cell = tuple[float, ...]
+"""A context length in tokens, alone or with a depth from 0 to 1, a distance in tokens or the index of a task."""
 Passed = Callable[[int], None]
 """A function that is called after each pass, with the number of tokens that were read."""
 Scored = Iterator[tuple[Cell, T, Cost]]
 """Values of one item: the cell, the value, and what it cost."""
+
+
+class Value(Protocol):
+    """The measured value for one item in one cell, such as the loss of a document at one context length."""
+
+    def to_record(self) -> list[Any]:
+        """Return the value as JSON values, in the form that a journal stores."""
+
+
+@dataclass(frozen=True)
+class RunContents:
+    """The contents that a run has when it is complete.
+
+    Attributes:
+        items: the names of the documents or prompts.
+        counts: the number of items that have a value, by cell (a context length, alone or with a depth or task).
+    """
+
+    items: tuple[str, ...]
+    counts: dict[Cell, int]
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> RunContents:
+        """Return the contents from the settings `items`, `cells` and `per_cell`; ValueError if one of them is wrong."""
+        for key in ("items", "cells", "per_cell"):
+            if not isinstance(value := settings.get(key), list):
+                raise ValueError(f"{key!r} must be a list, got {short(repr(value))}")
+        items, cells, counts = settings["items"], settings["cells"], settings["per_cell"]
+        if {*map(type, items)} != {str}:
+            raise ValueError("'items' must be a list of names")
+        if len(cells) != len(counts) or not cells:
+            raise ValueError("'cells' and 'per_cell' must be lists of the same length")
+        if not all(type(count) is int and 1 <= count <= len(items) for count in counts):
+            raise ValueError(f"'per_cell' must hold numbers from 1 to {len(items)}")
+        return cls(tuple(items), dict(zip(map(cell_from_json, cells), counts, strict=True)))
+
+
+def cell_from_json(value: Any) -> Cell:
+    """Return a cell (a context length, alone or with a depth or task) from JSON; ValueError if it is not a cell."""
+    match value:
+        case [int(length)] if 1 <= length < 2**63:
+            return (length,)
+        case [int(length), int() | float() as place] if 1 <= length < 2**63 and 0 <= place < 2**20:
+            return (length, float(place))
+    raise ValueError(f"expected a cell [length] or [length, depth or task], got {short(repr(value))}")
 
 
 class Measurement(ABC):

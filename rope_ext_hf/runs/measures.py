@@ -13,8 +13,10 @@ from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from rope_ext_hf.runs.grammar import counted
+from rope_ext_hf.errors import counted
 from rope_ext_hf.runs.statistics import FEWEST, LEVEL, Estimate, estimate, estimate_share, estimate_share_change
+
+__all__ = ["EffectiveLength", "Evidence", "Measure", "exponential", "perplexity_text"]
 
 _LARGEST = 709.0  # nats; the exponential of 710 is too large for a float
 

@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.errors import FileError, one_line, printable
+from rope_ext_hf.errors import FileError, capital, one_line, printable
 from rope_ext_hf.files import atomic_file, json_text, write_text
 from rope_ext_hf.pictures import html_page as html
 from rope_ext_hf.pictures.charts import WIDE, WIDTH
-from rope_ext_hf.runs.grammar import capital
 from rope_ext_hf.runs.journal import plain_files, read_plain
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.run_file import how_to_repeat

@@ -16,14 +16,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.table import Table
 
-from rope_ext_hf.errors import MethodError, printable, short
+from rope_ext_hf.errors import MethodError, listed, printable, short
 from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.pictures.html_page import html_table, paragraph
 from rope_ext_hf.runs.charts import line_chart
 from rope_ext_hf.runs.conclusions import Conclusion, conclude
 from rope_ext_hf.runs.findings import Findings, collect_findings
-from rope_ext_hf.runs.grammar import listed
 from rope_ext_hf.runs.labels import Method, MethodResult, labels, method_key
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.terminal import table_text, wrapped

@@ -38,6 +38,8 @@ from rope_ext_hf.runs.journal import read_plain
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+__all__ = ["RunFile", "run_file"]
+
 RUN_FILE = "run.yaml"  # the name of the file in a run's folder
 IN_MEMORY = "in_memory"
 """The only key of a value that no file can hold, such as a list of texts; it says what the value was."""

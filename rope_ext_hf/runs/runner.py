@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Any
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.files import disk_errors, json_digest, parse_json_object, write_text
 from rope_ext_hf.methods.base import RopeMethod
-from rope_ext_hf.patches.attention_interface import evaluating
 from rope_ext_hf.patches.patching import patched, patched_method
 from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.patches.temporary import evaluating
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.runs import journal
-from rope_ext_hf.runs.folder import SETTINGS, check_settings, other_settings, read_run, results_from_records
+from rope_ext_hf.runs.folder import SETTINGS, check_settings, exclusive, other_settings, read_run, results_from_records
 from rope_ext_hf.runs.identity import Basis, find_basis, model_key, provenance
 from rope_ext_hf.runs.kinds import run_kind
 from rope_ext_hf.runs.labels import Method, label, method_key
-from rope_ext_hf.runs.measurement import RunPlan
+from rope_ext_hf.runs.measurement import Cell, RunPlan
 from rope_ext_hf.runs.report import write_files
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.run_file import RunFile
@@ -177,7 +177,7 @@ class _Job:
         self,
         scorer: TokenScorer,
         items: Sequence[int],
-        done: Container[tuple[str, int, journal.Cell]],
+        done: Container[tuple[str, int, Cell]],
         write: Callable[[journal.Record], object],
         progress: Progress,
     ) -> None:
@@ -260,7 +260,7 @@ def carry_out(
         folder = Path(out) / f"{name}-{measurement.kind}-{digest}"
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with journal.exclusive(folder, workers.rank):
+        with exclusive(folder, workers.rank):
             if workers.rank == 0:
                 _write_settings(folder, settings)
             with disk_errors(folder):

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
+__all__ = ["FEWEST", "Estimate", "estimate", "estimate_share", "estimate_share_change"]
+
 FEWEST = 3  # items that an interval needs; Student's interval of two items is 13 times as wide as they are apart
 LEVEL = 0.95  # confidence level of every interval that is shown
 

@@ -16,6 +16,8 @@ from rich.text import Text
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.runs.run import Run
 
+__all__ = ["BEYOND", "beyond_mark", "length_table", "two_column_table"]
+
 BEYOND = "\u2020"
 """The mark (a dagger) of a value at a length beyond the one that the method was set for."""
 BEYOND_NOTE = f"{BEYOND} beyond the length that this method was set for"

@@ -15,9 +15,7 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.head_blocks import RowLayout
 from rope_ext_hf.checkpoints.reordering import reordered
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.reading.documents import Tokens
 from tests.support.models import FAMILIES, build, build_known, logits, tokens
 
@@ -152,7 +150,6 @@ def test_weights_whose_reordering_stops_half_way_are_put_back(monkeypatch: pytes
     """A disk or memory error in the middle must not leave a model whose layers are in different pairings."""
     model = randomise(build("llama"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tensors = RotaryTensors(model.config, checkpoint_geometry(model).dim)
     converting, calls = RowLayout.to_pairing, 0
 
     def fail_at_the_third(layout: RowLayout, tensor: Tensor, to: str) -> Tensor:
@@ -163,7 +160,7 @@ def test_weights_whose_reordering_stops_half_way_are_put_back(monkeypatch: pytes
         return converting(layout, tensor, to)
 
     monkeypatch.setattr(RowLayout, "to_pairing", fail_at_the_third)
-    with pytest.raises(MemoryError), reordered(model, tensors, "interleaved"):
+    with pytest.raises(MemoryError), reordered(model, "interleaved"):
         pytest.fail("nothing runs on half of a conversion")
     assert calls == 5  # two tensors were moved, the third failed, and both went back
     for name, tensor in model.state_dict().items():

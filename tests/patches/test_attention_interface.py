@@ -1,4 +1,4 @@
-"""Our part of transformers' attention interface: eval mode, and the arguments of mask functions."""
+"""Our part of transformers' attention interface: the arguments of mask functions."""
 
 from __future__ import annotations
 
@@ -6,27 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from rope_ext_hf.patches.attention_interface import evaluating, places_of_queries, tokens_before_queries
-
-
-def test_every_module_gets_its_own_mode_back_after_an_error_and_after_a_replacement() -> None:
-    frozen = nn.Linear(2, 2)
-    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), frozen))
-    frozen.eval()  # as frozen norms are in a training
-    modes = {name: module.training for name, module in model.named_modules()}
-
-    def measure() -> None:
-        with evaluating(model):
-            assert not any(module.training for module in model.modules())
-            model[0] = nn.Identity().eval()  # as a patch that gives way to another
-            raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        measure()
-    assert {name: module.training for name, module in model.named_modules()} == modes
+from rope_ext_hf.patches.attention_interface import places_of_queries, tokens_before_queries
 
 
 def test_queries_have_the_places_after_the_tokens_before_them() -> None:

@@ -13,8 +13,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.eval import passkey, perplexity
 from rope_ext_hf.reading import memory as reading_memory
 from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.forecast import EFFICIENCY, estimate_flops, measure_flops
 from rope_ext_hf.reading.memory import MemoryEstimate, budgets, check_memory, estimate_memory
-from rope_ext_hf.reading.operations import EFFICIENCY, estimate_flops, measure_flops
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import sliding_window_warning
 from tests.support.models import build
@@ -93,7 +93,7 @@ def test_a_slow_device_is_not_measured_for_long(speed: float, monkeypatch: pytes
                 now += 2 * len(args[0]) ** 3 / speed
             return function(*args, **(kwargs or {}))
 
-    monkeypatch.setattr("rope_ext_hf.reading.operations.time.perf_counter", lambda: now)
+    monkeypatch.setattr("rope_ext_hf.reading.forecast.time.perf_counter", lambda: now)
     with Products():  # type: ignore[no-untyped-call]
         assert measure_flops(CPU, torch.float32) == pytest.approx(EFFICIENCY * speed)
     assert now < 1.0

@@ -11,7 +11,7 @@ from rope_ext_hf.runs.charts import line_chart
 from rope_ext_hf.runs.findings import Findings, collect_findings
 from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.measures import Measure
-from rope_ext_hf.runs.outcomes import Outcome
+from rope_ext_hf.runs.verdicts import Outcome
 from tests.runs.made_up import Row, answers, perplexities
 
 BETTER, WORSE, NO_DIFFERENCE, NOT_MEASURED = Outcome

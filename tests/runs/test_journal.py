@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,9 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns
 from rope_ext_hf.reading.scorer import Cost
-from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.journal import (
-    Record,
-    RunContents,
-    agree_on_chunks,
-    exclusive,
-    holds_folder,
-    open_journal,
-    read_plain,
-    read_records,
-)
+from rope_ext_hf.runs.folder import exclusive, read_run
+from rope_ext_hf.runs.journal import Record, agree_on_chunks, open_journal, read_plain, read_records
+from rope_ext_hf.runs.measurement import RunContents
 from rope_ext_hf.runs.report import write_files
 from tests.support.texts import TWO_MODULES
 
@@ -228,20 +219,6 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
     with pytest.raises(rope.FileError, match="not a plain file"), exclusive(tmp_path, 0):
         pass
     assert elsewhere.read_bytes() == b"untouched"
-
-
-def test_a_function_holds_the_lock_of_its_folder_to_the_end(tmp_path: Path) -> None:
-    @holds_folder
-    def work(name: str, *, out: Path | None = None) -> str:
-        if out is not None:
-            with ThreadPoolExecutor(1) as pool, pytest.raises(rope.FileError, match=rf"\(process {os.getpid()} on"):
-                pool.submit(work, name, out=out).result()
-        return name
-
-    assert work("a", out=tmp_path / "new") == work("a") == "a"
-    (tmp_path / "file").touch()
-    with pytest.raises(rope.FileError, match="File exists"):
-        work("a", out=tmp_path / "file")
 
 
 def test_a_large_file_is_not_read(tmp_path: Path) -> None:

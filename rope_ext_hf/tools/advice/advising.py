@@ -15,13 +15,12 @@ from torch import nn
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.errors import MethodError, ServingError, UnsupportedModelError, one_line, short
 from rope_ext_hf.hub import foreign_errors
-from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
+from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.describing import scalings_underneath, short_input_notes
 from rope_ext_hf.patches.patch_records import PatchSpec
-from rope_ext_hf.reading.cache_size import cached_bytes, cached_layers
+from rope_ext_hf.reading.memory import cached_bytes, cached_layers
 from rope_ext_hf.tools.advice.advice import Advice, CacheMemory, MethodAdvice, signed
 from rope_ext_hf.tools.advice.guidance import FINE_TUNING, GOALS, PURPOSES, SERVING, Guidance, guidance_of
 from rope_ext_hf.tools.advice.measurements import Rise, helped, reach_text, rises_at, rises_for_short_inputs
@@ -87,7 +86,7 @@ def advise(
         methods = advisor.methods()
         served, configs = advisor.served(methods)
     else:
-        served, configs = advisor.served_as_it_is(Default.name if options else "")
+        served, configs = advisor.served_as_it_is("default" if options else "")
     choices = _choices(methods)
     recommended = next(iter(choices.get(GOALS[purpose], ())), "")
     lengths = sorted({min(present.context_length, target_length), target_length})
@@ -316,7 +315,7 @@ class _Advisor:
     def _short_inputs(self, method: RopeMethod) -> str:
         """Return a clause on inputs within the context length: unchanged outputs, or how much their loss rises."""
         kept = method.unchanged_length(self.rotary)
-        if kept >= min(self.target_length, UNBOUNDED):
+        if kept >= self.target_length:
             return "the same"
         if kept:
             return f"the same up to {kept:,} tokens"

@@ -15,9 +15,8 @@ import typer
 
 from rope_ext_hf.cli.console import print_text, results_to
 from rope_ext_hf.cli.evaluation import Prepared, ReaderOptions, RunOptions
-from rope_ext_hf.cli.models import write_patched
+from rope_ext_hf.cli.folders import PublishOptions, write_patched
 from rope_ext_hf.cli.options import CONTINUES, DryRun, EvalOptions, Json, Model, command
-from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.errors import MethodError, RopeExtError, short, size_text
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import parse_numbers

@@ -15,19 +15,17 @@ from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.patches.folder_copies import unlike_copies
-from rope_ext_hf.patches.recipes import Recipe
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.measures import Evidence, perplexity_text
-from rope_ext_hf.runs.outcomes import Outcome
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.statistics import FEWEST, Estimate
-from rope_ext_hf.runs.verdicts import verdict
+from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.tools.advice.advice import Advice, MethodAdvice
 from rope_ext_hf.tools.advice.advising import advise
 from rope_ext_hf.tools.advice.guidance import SERVING
 from rope_ext_hf.tools.engines.base import find_engine, list_engines
-from rope_ext_hf.tools.serving.configs import needs_nothing, open_model
+from rope_ext_hf.tools.serving.configs import Model, needs_nothing, open_model
 from rope_ext_hf.tools.serving.questions import Extending
 
 _SHORT_INPUTS = 4  # the shortest inputs that are measured have a quarter of the context length
@@ -219,7 +217,7 @@ def plan_extension(
         if advice.on_gpus.kv_bits is None:
             raise ServingError(str(advice.on_gpus))
     as_published = question.over == "own" and question.context_length is None
-    reason = _published_reason(opened.recipe, method, target_length) if as_published else ""
+    reason = _published_reason(opened, method, target_length) if as_published else ""
     folder = str(question.out or f"{Path(model).name}-{target_length}")
     patch = LayerChoice(method=method, target_length=target_length, **underneath)
     lengths = (max(32, advice.context_length // _SHORT_INPUTS), advice.context_length, target_length)
@@ -249,8 +247,9 @@ def plan_extension(
     )
 
 
-def _published_reason(recipe: Recipe | None, method: str, target_length: int) -> str:
+def _published_reason(opened: Model, method: str, target_length: int) -> str:
     """Return a clause saying that the publisher of a model recommends this method; empty if that is not so."""
+    recipe = opened.recipe
     if recipe is None or not recipe.entry or method != recipe.entry["rope_type"]:
         return ""
     reach = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"

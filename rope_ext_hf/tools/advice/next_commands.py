@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import CheckpointError, duration
-from rope_ext_hf.methods.static import Default
 from rope_ext_hf.questions import command_line
-from rope_ext_hf.reading.operations import estimate_flops
+from rope_ext_hf.reading.forecast import estimate_flops
 from rope_ext_hf.tools.advice.guidance import SERVING
 from rope_ext_hf.tools.engines.base import find_engine, reference_engine, usual_server
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
@@ -47,7 +46,7 @@ class NextCommands:
         engines = [engine for engine in (usual_server(), *served) if served.get(engine) == method]
         engine = engines[0] if engines else usual_server()
         if not method:
-            served_as_it_is = served and set(served.values()) <= {"", Default.name}
+            served_as_it_is = served and set(served.values()) <= {"", "default"}
             if purpose != "serve" or not served_as_it_is:
                 return ()
             return (command_line("serve-config", name, **self.options, engine=engine),)
@@ -145,7 +144,7 @@ class NextCommands:
         """Return the command that prints how an engine serves the model, followed by the commands of that engine."""
         name, rules = self.model.given_name, find_engine(engine)
         options: dict[str, Any] = dict(self.options)
-        if method not in ("", Default.name):
+        if method not in ("", "default"):
             options = {"method": method, "target_length": self.target_length, **options}
         elif method:
             options = {"method": method, **options}

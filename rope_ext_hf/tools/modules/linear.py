@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rope_ext_hf.rotary.standalone import apply_rotary_pos_emb, check_padding_mask
+from rope_ext_hf.rotary.standalone import apply_rotary_pos_emb
+from rope_ext_hf.tools.modules.rotary_attention import check_padding_mask
 
 _Kernel = Literal["elu", "relu", "cosine"]
 _Form = Literal["chunked", "parallel", "recurrent"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.files import package_table
-from rope_ext_hf.patches.attention_interface import evaluating
+from rope_ext_hf.patches.temporary import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

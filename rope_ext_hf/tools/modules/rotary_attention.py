@@ -17,7 +17,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
-from rope_ext_hf.rotary.standalone import apply_rotary_pos_emb, check_padding_mask
+from rope_ext_hf.rotary.standalone import apply_rotary_pos_emb
+
+
+def check_padding_mask(mask: Tensor | None, batch: int, length: int) -> None:
+    """Raise ValueError unless a mask, if there is one, is a bool tensor (batch, length)."""
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, length)):
+        raise ValueError(
+            f"padding_mask must be bool ({batch}, {length}), False for padding; got {mask.dtype} {tuple(mask.shape)}"
+        )
 
 
 @dataclass

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.base import is_number
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappingMethod, ScoreBias
 
@@ -138,7 +137,7 @@ class Kerple(_ScoreBias):
     def __post_init__(self) -> None:
         for name in ("r1", "r2"):
             value = getattr(self, name)
-            if is_number(value):
+            if isinstance(value, int | float) and not isinstance(value, bool):
                 object.__setattr__(self, name, (float(value),))
         super().__post_init__()
         for name in ("r1", "r2"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.bounds import parse_lengths
-from rope_ext_hf.cli.console import print_text, progress_bar
+from rope_ext_hf.cli.console import print_result, print_text, progress_bar
 from rope_ext_hf.cli.options import Json, LoadOptions, command
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.files import json_text
@@ -104,6 +104,6 @@ def check_server(
                 **prompts,
                 **server,
             )
-    print_text(json_text(report.to_dict()) if as_json else str(report))
+    print_result(report, as_json)
     if not report.agrees:
         raise typer.Exit(1)

@@ -16,18 +16,14 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.checkpoints.reordering import reordered
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.methods.static import Default, Factors
-from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.patches.geometry import checkpoint_geometry
+from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.spans import prefix_tokens
-from rope_ext_hf.rotary.pairing import other_pairing
 
 AS_MEASURED = "as measured"
 Configuration = Callable[[], AbstractContextManager[Any]]
@@ -48,12 +44,12 @@ def configurations(model: Any, unpatched: Rotary) -> dict[str, Configuration]:
     by_name: dict[str, Configuration] = {AS_MEASURED: nullcontext}
     specs = present_specs(model)
     if specs:
-        by_name["without the patch"] = partial(patched, model, Default())
+        by_name["without the patch"] = partial(patched, model, "default")
         method, rotary, length = specs[-1].method, specs[-1].rotary, specs[-1].target_length
     elif unpatched.own is not None:
         method, rotary, length = unpatched.own.method, unpatched.own.rotary, unpatched.own.context_length
     else:
-        method, rotary, length = Default(), unpatched, None
+        method, rotary, length = resolve_method("default", unpatched), unpatched, None
     if not isinstance(method, RemappingMethod):
         length = length or method.extended_length(rotary) or rotary.context_length
         for name, (inv_freq, factor) in different_frequencies(method, rotary, length):
@@ -61,13 +57,13 @@ def configurations(model: Any, unpatched: Rotary) -> dict[str, Configuration]:
                 continue  # the same as the model without the patch
             plain = rotary.theta_inv_freq()
             divisors = torch.where(plain > 0, plain / inv_freq, 1.0)  # some families leave pairs unrotated
-            changed = Factors(factors=tuple(divisors.tolist()), attention_factor=factor)
-            by_name[f"with {name}"] = partial(patched, model, changed, over="original")
-    pairing = class_pairing(model.config)
+            changed = {"factors": tuple(divisors.tolist()), "attention_factor": factor}
+            by_name[f"with {name}"] = partial(patched, model, "factors", over="original", **changed)
+    pairing = describe(model).pairing
     if pairing is not None:
-        other, tensors = other_pairing(pairing), RotaryTensors(model.config, checkpoint_geometry(model).dim)
-        by_name[f"with {other} weights rotated as {pairing}"] = partial(reordered, model, tensors, other)
-        by_name[f"with {pairing} weights rotated as {other}"] = partial(reordered, model, tensors, pairing)
+        other = "interleaved" if pairing == "half" else "half"
+        by_name[f"with {other} weights rotated as {pairing}"] = partial(reordered, model, other)
+        by_name[f"with {pairing} weights rotated as {other}"] = partial(reordered, model, pairing)
     return by_name
 
 

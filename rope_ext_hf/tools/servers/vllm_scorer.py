@@ -23,14 +23,13 @@ from torch import Tensor
 from rope_ext_hf.errors import MethodError, ServingError, one_line
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
-from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.labels import label
 from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.tools.engines.vllm import VLLM
-from rope_ext_hf.tools.serving.configs import serving_config
+from rope_ext_hf.tools.serving.configs import open_model, serving_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,7 +138,7 @@ def _check_lengths(empty: PreTrainedModel, method: RopeMethod | None, lengths: l
     if method is None:
         ropes = [(rope.method, rope.plain) for slot in find_slots(empty) for rope in slot.as_loaded.values()]
     else:
-        ropes = [(method, patch_geometry(empty, **base))]
+        ropes = [(method, open_model(empty).base(**base).rotary)]
     for rope_method, rotary in ropes:
         first, *others = (rope_method.frequencies(rotary, length).inv_freq for length in lengths)
         if not all(torch.equal(other, first) for other in others):

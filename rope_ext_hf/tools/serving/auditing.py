@@ -12,14 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.downloads import mistral_format_files
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
-from rope_ext_hf.files import read_json
+from rope_ext_hf.files import mistral_format_files, read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
-from rope_ext_hf.patches.class_rotary import ClassRotary
+from rope_ext_hf.patches.class_rotary import ClassRotary, check_described
 from rope_ext_hf.patches.config_keys import rope_settings, text_settings, unread_settings
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import check_stated
 from rope_ext_hf.patches.patch_records import PATCH_KEY, checked_specs
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
@@ -188,13 +185,7 @@ def _with_mistral_format(report: Audit, folder: Path) -> Audit:
 @foreign_errors("this config cannot be audited")
 def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     """Return the audit of a config that is in memory already; arguments and errors are those of `audit`."""
-    check_stated(config)
-    model_type = str(config.get("model_type"))
-    if family(model_type).angle_table:
-        raise ServingError(
-            f"the angles of {short(model_type)!r} are a table in its weights, which its config does not describe, so "
-            "there is nothing to audit"
-        )
+    check_described(config)
     reference = _reference(config)
     reports, notes = [reference.report], [reference.note] if reference.note else []
     for cls in list_engines().values():

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rope_ext_hf.cli.console import print_text
+from rope_ext_hf.cli.console import print_result, print_text
+from rope_ext_hf.cli.folders import PublishOptions
 from rope_ext_hf.cli.options import Json, Model, SourceOptions, command
-from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice
 from rope_ext_hf.questions import argument
@@ -41,7 +41,7 @@ def serve_config(
     """
     methods.check_single()
     config = _configure(model, methods, source, engine, engine_version, plugin=plugin, server=server)
-    print_text(json_text(config.to_dict()) if as_json else str(config))
+    print_result(config, as_json)
 
 
 @command("Tool box: serve")
@@ -83,7 +83,7 @@ def audit(
     from rope_ext_hf.tools.serving.auditing import audit as audit_path
 
     result = audit_path(path, revision=revision)
-    print_text(json_text(result.to_dict()) if as_json else str(result))
+    print_result(result, as_json)
     if not result.agrees:
         raise typer.Exit(1)
 

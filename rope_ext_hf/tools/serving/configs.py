@@ -20,16 +20,14 @@ from torch import nn
 from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short, size_text
 from rope_ext_hf.files import read_json
-from rope_ext_hf.hub import foreign_errors, load_empty, model_folder, model_source, read_config
+from rope_ext_hf.hub import foreign_errors, is_adapter, load_empty, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods, registered_name
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.methods.static import Default
-from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.config_model import ConfigModel
 from rope_ext_hf.patches.patch_records import SAVED_KEYS, PatchSpec
 from rope_ext_hf.questions import command_line
-from rope_ext_hf.reading.cache_size import cached_bytes
+from rope_ext_hf.reading.memory import cached_bytes
 from rope_ext_hf.tools.engines.base import Engine, find_engine
 from rope_ext_hf.tools.engines.keys import length_setting
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
@@ -124,7 +122,7 @@ def needs_nothing(context_length: int, target_length: int, rule: str) -> str:
 
 def refuse_adapter(name: str | Path, folder: Path) -> None:
     """Raise CheckpointError if a folder holds a PEFT adapter, because engines are given the whole model."""
-    if find_adapter(folder) is not None:
+    if is_adapter(folder):
         raise CheckpointError(
             f"{short(str(name))!r} is a PEFT adapter, without a config of its own; give its base model, or merge the "
             "adapter (merge_and_unload, save_pretrained) and give that folder"
@@ -165,7 +163,7 @@ def make_target(
                 reason = needs_nothing(base.rotary.context_length, target_length, base.rule)
                 raise MethodError(f"{reason} Leave the method out (--method) to serve the model as it is")
         spec = model.patch_spec(
-            method or Default(),
+            method or "default",
             factor=factor,
             target_length=target_length,
             over=over,

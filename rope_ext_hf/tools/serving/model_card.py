@@ -24,14 +24,12 @@ import yaml
 from rope_ext_hf import __version__
 from rope_ext_hf.errors import FileError, RopeExtError, one_line, printable, short
 from rope_ext_hf.files import PlainLoader, disk_errors, list_files, resolve_inside, write_text
-from rope_ext_hf.hub import folder_and_hub_id, foreign_errors, load_empty, load_model
-from rope_ext_hf.patches.adapters import find_adapter
+from rope_ext_hf.hub import fingerprint, folder_and_hub_id, foreign_errors, is_adapter, load_empty, load_model
 from rope_ext_hf.patches.describing import describe
-from rope_ext_hf.patches.fingerprint import fingerprint_of
-from rope_ext_hf.patches.slots import patched_slots, present_specs
+from rope_ext_hf.patches.slots import patch_state, present_specs
 from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.identity import Basis
-from rope_ext_hf.runs.labels import label, method_key
+from rope_ext_hf.runs.identity import results_of_model
+from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.model_digest import model_digest
 from rope_ext_hf.runs.run import Run
@@ -105,11 +103,11 @@ def write_card(
     model = model or load_empty(folder, trust_remote_code=trust_remote_code)
     checked = list(_checked(folder, model, runs, trust_remote_code=trust_remote_code))
     measured = "".join([_measured_text(run, key) for run, key in checked]) or card.measured
-    values = _new_metadata(card.values, model, base_model, is_adapter=find_adapter(folder) is not None)
+    values = _new_metadata(card.values, model, base_model, is_adapter=is_adapter(folder))
     source_name = base_model or (source and card_folder.name)
     origin = f"The weights come from {_plain(source_name)}. " if source_name else card.origin
     rows = [(key, text) for key, text in describe(model).rows if key in _ROWS]
-    rows.append(("fingerprint", f"{fingerprint_of(model).digest}, by `rope_ext_hf.fingerprint`"))
+    rows.append(("fingerprint", f"{fingerprint(model).digest}, by `rope_ext_hf.fingerprint`"))
     sections = [
         f"# {_plain(name)}\n\n{origin}Written by rope_ext_hf {__version__}.",
         _table([("RoPE", "of this model"), *rows]),
@@ -227,10 +225,10 @@ def _loading(folder: Path, model: Any, name: str) -> str:
     """Return code that loads the model: with plain transformers if that computes the same, else with this package."""
     import transformers
 
-    slots, with_code = patched_slots(model), (folder / "modeling_rope_ext_hf.py").is_file()
+    state, with_code = patch_state(model), (folder / "modeling_rope_ext_hf.py").is_file()
     needs_package = "It needs the package `rope_ext_hf`.\n\n"
-    loads_plainly = with_code or not slots or slots[0].state.encoding.loads_plainly
-    if find_adapter(folder) is not None or not loads_plainly:
+    loads_plainly = with_code or state is None or state.encoding.loads_plainly
+    if is_adapter(folder) or not loads_plainly:
         code = f"import rope_ext_hf as rope\n\nmodel = rope.from_pretrained({json.dumps(name)})"
         return needs_package + _code(code, "python")
     loader = type(model).__name__
@@ -294,7 +292,6 @@ def _checked(
     Raises:
         FileError: a run of other weights, or without this method on this rotary embedding.
     """
-    specs = present_specs(model)
 
     @cache
     def digest(dtype: str) -> str:
@@ -302,22 +299,12 @@ def _checked(
 
     for source in runs:
         run = source if isinstance(source, Run) else read_run(source)
-        run_name = f"the run in {str(run.path)!r}"
         if not isinstance(source, Run):  # a run in memory has just measured these weights
             dtype = run.settings["dtype"] if run.settings["dtype"] in ("float32", "bfloat16", "float16") else "auto"
             if digest(dtype) != run.settings.get("weights"):
-                raise FileError(f"{run_name} measured other weights than those in {str(folder)!r}")
-        unpatched = run.settings["loaded"]
-        method = specs[-1].method.to_dict() if specs else unpatched
-        basis = Basis.from_specs(specs).to_dict() if specs else run.settings["basis"]
-        chosen, key = run.select([unpatched, method]), method_key(method)
-        has_method = any(method_key(result.method) == key for result in chosen.results)
-        if not has_method or json.loads(json.dumps(basis)) != json.loads(json.dumps(run.settings["basis"])):
-            measured = ", ".join(dict.fromkeys(label(result.method) for result in run.results)) or "nothing yet"
-            raise FileError(
-                f"{run_name} has no result of {label(method)} as {str(folder)!r} carries it; it measured {measured}"
-            )
-        yield chosen, key
+                raise FileError(f"the run in {str(run.path)!r} measured other weights than those in {str(folder)!r}")
+        chosen, method = results_of_model(run, model, repr(str(folder)))
+        yield chosen, method_key(method)
 
 
 def _shown(measure: Measure, key: str, length: int) -> tuple[Estimate, str]:

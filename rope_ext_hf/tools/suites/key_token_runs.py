@@ -23,10 +23,9 @@ from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_vocabulary, prefix_tokens, tokenize, with_prefix
-from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label
-from rope_ext_hf.runs.measurement import Measurement, Passed, RunPlan, Scored
+from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.tables import length_table
 from rope_ext_hf.tools.suites.key_tokens import (

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import MethodError
+from rope_ext_hf.errors import MethodError, listed
 from rope_ext_hf.reading.spans import encode, prefix_tokens
-from rope_ext_hf.runs.grammar import listed
 from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, TooShortError, count_tokens
 
 if TYPE_CHECKING:

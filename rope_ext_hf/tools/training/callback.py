@@ -19,12 +19,10 @@ from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import CheckpointError, FingerprintError, MethodError
 from rope_ext_hf.eval.measuring import perplexity
 from rope_ext_hf.files import json_text, read_json, write_text
-from rope_ext_hf.hub import fingerprint
-from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
-from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
-from rope_ext_hf.patches.loading import find_config
-from rope_ext_hf.patches.patching import check_context_parallel, patched_method
-from rope_ext_hf.patches.reference_models import check_trainers_above, unwrapped
+from rope_ext_hf.hub import fingerprint, read_config
+from rope_ext_hf.patches.fingerprint import Fingerprint
+from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.patches.training_checks import check_context_parallel, check_trainers_above, unwrapped
 from rope_ext_hf.runs.labels import label
 
 if TYPE_CHECKING:
@@ -92,9 +90,9 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         model = unwrapped(kwargs["model"])
-        self.expected = self.expected or fingerprint_of(model)
+        self.expected = self.expected or fingerprint(model)
         self._first = True
-        self._check(fingerprint_of(model), "the model that is to be trained")
+        self._check(fingerprint(model), "the model that is to be trained")
         check_trainers_above()
         self._check_checkpoint(model, args, state)
         parallel = getattr(args, "parallelism_config", None)
@@ -106,12 +104,12 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         model = unwrapped(kwargs["model"])
         if self._first:  # only now are the trainer's wrappers and kernels in the model
             self._first = False
-            self._check(fingerprint_of(model), "the model after the first step")
+            self._check(fingerprint(model), "the model after the first step")
         if state.global_step % self.every == 0:
             self._measure(model, state, kwargs)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._check(fingerprint_of(unwrapped(kwargs["model"])), "the model that was saved")
+        self._check(fingerprint(unwrapped(kwargs["model"])), "the model that was saved")
         folder = _checkpoint(args, state)
         if state.is_world_process_zero and folder.is_dir() and self.expected is not None:
             write_text(folder / _FILE, json_text(self.expected.to_dict()) + "\n")
@@ -131,11 +129,11 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         assert self.expected is not None
         differences = self.expected.differences(trained)
         if differences:
-            method = patched_method(model)
+            specs = present_specs(model)
             raise FingerprintError(
                 f"the checkpoint {str(folder)!r} was trained under {_method_in(folder)} (fingerprint "
                 f"{trained.digest}), but the model that would continue from it runs "
-                f"{label(method.to_dict() if method else None)} (fingerprint {self.expected.digest}). In the "
+                f"{label(specs[-1].method.to_dict() if specs else None)} (fingerprint {self.expected.digest}). In the "
                 f"checkpoint: {' '.join(differences)} Patch the model with the method of the checkpoint, or train in "
                 "another folder"
             )
@@ -172,16 +170,16 @@ def _stated_fingerprint(folder: Path) -> Fingerprint | None:
 
     It is None for weights without a config, and for an adapter that does not name the folder of its model.
     """
-    if (folder / ADAPTER_CONFIG).is_file():
-        base_model = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-        return fingerprint(folder) if base_model else None
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        return fingerprint(folder) if read_json(adapter).get("base_model_name_or_path") else None
     return fingerprint(folder) if (folder / "config.json").is_file() else None
 
 
 def _method_in(folder: Path) -> str:
     """Return the label of the method that a checkpoint records."""
     try:
-        _, record, _ = find_config(folder)
+        _, record = read_config(folder)
     except CheckpointError:  # weights without a config, or the adapter of a model that was made in memory
         return "another method"
     return label(record and record["method"])

@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from rope_ext_hf.cli.console import print_note, print_text
-from rope_ext_hf.cli.evaluation import print_forecast, shown_progress
+from rope_ext_hf.cli.console import print_note, print_result
+from rope_ext_hf.cli.evaluation import shown_progress
+from rope_ext_hf.cli.folders import PublishOptions
 from rope_ext_hf.cli.options import CONTINUES, DryRun, Json, LoadOptions, Model, command
-from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.files import json_text
 from rope_ext_hf.tools.training.questions import Finetuning
 
 _RunFolder = Annotated[
@@ -44,7 +43,7 @@ def finetune(
     if dry_run:
         from rope_ext_hf.tools.training.forecasts import forecast
 
-        print_forecast(forecast(question, out), as_json)
+        print_result(forecast(question, out), as_json)
         return
     try:
         from rope_ext_hf.tools.training.finetuning import finetune as train
@@ -55,5 +54,5 @@ def finetune(
         report = train(out=out, **arguments)
     except ImportError as error:
         raise MethodError(str(error)) from error
-    print_text(json_text(report.to_dict()) if as_json else str(report))
+    print_result(report, as_json)
     publish.upload(out / "model", trust_remote_code=source.trust_remote_code)

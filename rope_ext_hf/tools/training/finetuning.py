@@ -24,7 +24,7 @@ from transformers.integrations import get_available_reporting_integrations
 from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError, duration
 from rope_ext_hf.eval.measuring import passkey, perplexity
 from rope_ext_hf.eval.perplexity_runs import Result, difference
-from rope_ext_hf.files import json_text, write_text
+from rope_ext_hf.files import disk_errors, json_text, write_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.patches.describing import describe
@@ -33,8 +33,8 @@ from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Tokens, corpus_name
 from rope_ext_hf.reading.scorer import check_numbers
 from rope_ext_hf.reading.spans import prefix_tokens
+from rope_ext_hf.runs.folder import exclusive
 from rope_ext_hf.runs.identity import digest_inputs
-from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress
@@ -112,7 +112,11 @@ def finetune(
     question_fields, method_parameters = Finetuning.apart(fields)
     question = Finetuning(model=str(model), parameters=method_parameters, **question_fields)
     check_packages(question)
-    return _finetune(question, Path(out), report or (lambda line: None), progress)
+    out = Path(out)
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    with exclusive(out):
+        return _finetune(question, out, report or (lambda line: None), progress)
 
 
 def check_packages(question: Finetuning) -> None:
@@ -123,7 +127,6 @@ def check_packages(question: Finetuning) -> None:
         raise ImportError(f"report_to={question.report_to!r} needs its package: pip install {question.report_to}")
 
 
-@holds_folder
 def _finetune(
     question: Finetuning, out: Path, say: Callable[[str], None], progress: Progress | bool | None
 ) -> FinetuneReport:

@@ -28,9 +28,9 @@ from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.spans import Setting, tokenize
 from rope_ext_hf.reference import path as reference
 from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.outcomes import Outcome
 from rope_ext_hf.runs.run_file import RunFile
 from rope_ext_hf.runs.statistics import estimate_share, estimate_share_change
+from rope_ext_hf.runs.verdicts import Outcome
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.serving.model_card import CARD_COLUMNS
 from rope_ext_hf.tools.training import finetune

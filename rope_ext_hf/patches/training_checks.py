@@ -1,4 +1,4 @@
-"""Refuse a trainer's reference model that lacks the patch of the model in training.
+"""Checks of models in training: of a trainer's second model, and of parallelism that cuts rows into parts.
 
 TRL's trainers for preferences and rewards (DPO, KTO, GRPO, RLOO) compare the model in training with a second one, which
 they load by the name in `model.config._name_or_path`. That one is unpatched, and no error says so; the only sign is
@@ -15,12 +15,48 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext_hf.errors import FingerprintError, UnsupportedModelError, short
+from rope_ext_hf.errors import FingerprintError, MethodError, UnsupportedModelError, short
+from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.fingerprint import fingerprint_of
-from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.patches.slot_finding import own_length_dependent
+from rope_ext_hf.patches.slots import patched_slots, present_specs, tables_of
+
+__all__ = ["check_context_parallel", "check_trainers_above", "unwrapped"]
 
 _SECOND_MODELS = {"ref_model": "reference model", "teacher_model": "teacher"}
 """Attributes of trainers that may hold a model loaded by name, and the names of these models in messages."""
+
+
+def check_context_parallel(model: nn.Module) -> None:
+    """Check that a model, patched or not, rotates correctly where each process holds only a part of every row.
+
+    That is so under context or sequence parallelism. Call this inside `fixed_length` where you use that. In a Trainer
+    with such parallelism, `RopeCallback` calls it.
+
+    Raises:
+        MethodError: the frequencies follow the length of the input, which each process would take from its own part,
+            so that the processes would rotate by different frequencies; or the method is a remapping method, whose
+            attention needs all keys.
+        UnsupportedModelError: the model has no rotary embeddings that could be replaced.
+    """
+    rule = "under context parallelism each process holds only a part of every row"
+    for table in tables_of(patched_slots(model)):
+        if isinstance(table.method, RemappingMethod):
+            raise MethodError(
+                f"{rule}, and {table.method.name} needs all keys at their places; choose a frequency method, such as "
+                "yarn"
+            )
+        if table.length_dependent:
+            raise MethodError(
+                f"{rule}, and the frequencies of {table.method.name} follow the longest position of each part; hold "
+                "one length: with rope_ext_hf.fixed_length(model, LENGTH): trainer.train()"
+            )
+    own_method = next(own_length_dependent(model), None)
+    if own_method is not None:
+        raise MethodError(
+            f"{rule}, and the model's own {own_method} takes the length of the input from that part; patch the model "
+            "with a static method, or patch it and hold one length with rope_ext_hf.fixed_length"
+        )
 
 
 def check_trainers_above(module: nn.Module | None = None) -> None:
