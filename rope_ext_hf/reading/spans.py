@@ -130,7 +130,7 @@ def _shares(total: int, count: int) -> tuple[int, ...]:
     return tuple(round(total * (i + 1) / count) for i in range(count))
 
 
-class Pass(NamedTuple):
+class _Pass(NamedTuple):
     """A stretch of a document that is read in one pass through a model, and the spans that it scores.
 
     Attributes:
@@ -145,7 +145,7 @@ class Pass(NamedTuple):
     spans: tuple[Span, ...]
 
 
-def span_passes(spans: Iterable[Span], *, by_length: bool) -> list[Pass]:
+def span_passes(spans: Iterable[Span], *, by_length: bool) -> list[_Pass]:
     """Return the passes in which spans of one document are read, in the order of the spans.
 
     Spans that read the same tokens at the same length share a pass. Where the method does not follow the length of the
@@ -163,7 +163,7 @@ def span_passes(spans: Iterable[Span], *, by_length: bool) -> list[Pass]:
     passes = []
     for group in shared.values():
         longest = max(group, key=attrgetter("stop"))
-        passes.append(Pass(longest.start, longest.stop, longest.context, tuple(group)))
+        passes.append(_Pass(longest.start, longest.stop, longest.context, tuple(group)))
     return passes
 
 
