@@ -17,6 +17,8 @@ from rope_ext_hf.runs.grammar import counted
 from rope_ext_hf.runs.statistics import FEWEST, LEVEL, Estimate, estimate, estimate_share, estimate_share_change
 
 _LARGEST = 709.0  # nats; the exponential of 710 is too large for a float
+_FLOOR = 0.1
+"""The share of right answers up to which methods are compared by the loss of the right answer, where it is known."""
 
 
 class EffectiveLength(NamedTuple):
@@ -54,9 +56,10 @@ class Evidence(IntEnum):
 
     ANSWERS = 1
     RETRIEVAL = 2
-    KEY_TOKENS = 3
-    LOSS = 4
-    GAIN = 5  # a difference of losses, which also grows where the model reads worse without the evidence
+    ANSWER_LOSS = 3
+    KEY_TOKENS = 4
+    LOSS = 5
+    GAIN = 6  # a difference of losses, which also grows where the model reads worse without the evidence
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class Measure:
             context length and still count as reading well; None: any significant difference counts.
         of_positions: true if the values of all lengths are from positions in inputs of the longest length. Such values
             say nothing about shorter inputs.
+        instead_of: the share of exact answers whose place this measure takes in comparisons where that share is at the
+            floor (see `at_floor`); elsewhere this measure is shown and decides nothing. None: it decides everywhere.
     """
 
     name: str
@@ -97,6 +102,7 @@ class Measure:
     exponential: bool = False
     tolerance: float | None = None
     of_positions: bool = False
+    instead_of: Measure | None = None
 
     @property
     def shares(self) -> bool:
@@ -140,6 +146,13 @@ class Measure:
     def _any_above_zero(self) -> bool:
         """True if the value of any item is not zero."""
         return any(value for row in self.items.values() for items in row.values() for value, _ in items)
+
+    def at_floor(self, key: str, length: int) -> bool:
+        """Return whether a method has so few right answers at a length that their share says little about it.
+
+        That is a share of at most 10%, or of no more than guessing gives.
+        """
+        return self.value(key, length) <= max(self.chance, _FLOOR)
 
     def lengths(self, key: str) -> list[int]:
         """Return the lengths in tokens at which a method was measured, ascending."""
