@@ -383,7 +383,7 @@ def _retrieval_cell(run: Run[Retrieval], result: Retrieval, *, losses: bool, det
     text = f"{result.exact_match:.0%} {result.rank:4.1f}"
     interval = ""
     if losses:
-        text += f" {'-' if result.loss is None else loss_text(result.loss):>5}"
+        text += f" {'-' if result.loss is None else loss_text(result.loss):>4}"
     if detailed and result.loss is not None:
         loss = Estimate(result.loss, result.loss_low, result.loss_high, result.trials)
         interval = loss.line_below(loss_text)
