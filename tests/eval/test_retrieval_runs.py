@@ -243,6 +243,7 @@ def test_the_loss_of_the_answer_is_that_of_the_logits_of_transformers(tokenizer:
             sizes.add(len(answer))
         assert [score.loss for score in result.scores] == pytest.approx(expected, abs=1e-5)
         assert result.loss == pytest.approx(statistics.fmean(expected), abs=1e-5)
+        assert result.loss is not None
         half = 2.776445 * statistics.stdev(expected) / math.sqrt(5)  # Student's t of 4 degrees of freedom
         ends = (result.loss - half, result.loss + half)
         assert (result.loss_low, result.loss_high) == pytest.approx(ends, abs=1e-4)
@@ -255,7 +256,7 @@ def test_a_model_that_answers_nothing_is_judged_by_the_loss_of_the_answer(tmp_pa
     settings: dict[str, Any] = {"lengths": [100], "trials": 4, "distractors": 2, "task": "key-value", "haystack": HAY}
     run = passkey(model, tokenizer=byte_tokenizer(), out=tmp_path, **settings).run
     assert not any(result.exact_match for result in run.results)
-    nats = statistics.fmean(result.loss for result in run.results)
+    nats = statistics.fmean(score.loss or math.nan for result in run.results for score in result.scores)
     assert f"loss of the answer (key-value) {nats:.3f} nats per token" in str(run.conclusion)
     assert "mean rank, loss of the answer" in str(run)
     again = read_run(run.folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def test_ranks_count_where_nothing_is_answered_exactly(tmp_path: Path) -> None:
     assert measure.value(method_key(None), 64) == 0.75
 
 
-def lost(folder: Path, values: dict[str, dict[int, float | None]], name: str = "run", **changed: Any) -> Run[Any]:
+def lost(folder: Path, values: Mapping[str, Mapping[int, float | None]], name: str = "run", **changed: Any) -> Run[Any]:
     """A passkey run without exact answers or right ranks, by the loss of the answer; None: a run of before has none."""
     kind, setting = run_kind("passkey"), RetrievalSetting("needle", 1, 19, 0, own_prompts=True)
     results = [
@@ -229,7 +230,7 @@ def test_the_loss_of_the_answer_decides_where_nothing_is_answered(tmp_path: Path
 
 
 def test_prompts_of_one_text_are_one_item_of_the_loss(tmp_path: Path) -> None:
-    setting = {"setting": vars(RetrievalSetting("needle", 1, 19, 0))}
+    setting: dict[str, Any] = {"setting": vars(RetrievalSetting("needle", 1, 19, 0))}
     _, loss = run_kind("passkey").measures(lost(tmp_path, {"yarn": {256: 1.0}}, **setting))
     means, weights = zip(*loss.items[method_key(METHODS["yarn"])][256], strict=True)
     assert means == pytest.approx([1.5 + 0.01 * i for i in range(5)])
@@ -252,10 +253,9 @@ def test_a_loss_that_is_not_known_is_not_spoken_of(tmp_path: Path) -> None:
 
 
 def test_of_two_runs_over_the_same_prompts_the_one_with_losses_counts(tmp_path: Path) -> None:
-    rows = {"unpatched": {64: 0.5, 256: 3.2}}
-    same = {"cell_texts": {"[64, 0.0]": "same"}}
+    same: dict[str, Any] = {"cell_texts": {"[64, 0.0]": "same"}}
     old = lost(tmp_path, {"unpatched": {64: None, 256: None}}, "a", **same)
-    new = lost(tmp_path, rows | {"yarn": {64: 0.5, 256: 0.9}}, "b", **same)
+    new = lost(tmp_path, {"unpatched": {64: 0.5, 256: 3.2}, "yarn": {64: 0.5, 256: 0.9}}, "b", **same)
     comparison, said = every_order(old, new)
     assert best(comparison) == "yarn x4"
     assert "(unpatched 3.720)" in said[0][0]
