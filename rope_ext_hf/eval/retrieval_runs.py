@@ -232,7 +232,7 @@ class RetrievalRuns(RunKind):
         )
         if losses:
             caption += ". The loss is that of the right answer, in nats per token: lower is better"
-        if losses and detailed:
+        if detailed and any(result.loss_low is not None for result in run.results):
             caption += "; in parentheses: its 95% confidence interval over prompts"
         cell = partial(_retrieval_cell, run, losses=losses, detailed=detailed)
         return two_column_table(run, title, caption, "depth", "{:.0%}".format, cell)

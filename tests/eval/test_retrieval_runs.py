@@ -259,6 +259,8 @@ def test_a_model_that_answers_nothing_is_judged_by_the_loss_of_the_answer(tmp_pa
     nats = statistics.fmean(score.loss or math.nan for result in run.results for score in result.scores)
     assert f"loss of the answer (key-value) {nats:.3f} nats per token" in str(run.conclusion)
     assert "mean rank, loss of the answer" in str(run)
+    assert f"({run.results[0].loss_low:.2f} to {run.results[0].loss_high:.2f})" in run._repr_html_()
+    assert "in parentheses: its 95% confidence interval" in run._repr_html_()
     again = read_run(run.folder)
     assert again.results == run.results
     lines = (run.folder / "records.0.jsonl").read_text(encoding="utf-8").splitlines()
