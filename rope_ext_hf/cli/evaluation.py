@@ -155,8 +155,8 @@ def sweep(options: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
 def passkey(options: RunOptions, question: Passkey, processes: ProcessOptions) -> None:
     """Hide a statement in a long text, and ask for it.
 
-    Two things are measured at each length and depth: how many answers are exact, and how the right answer ranks among
-    wrong ones.
+    Three things are measured at each length and depth: how many answers are exact, how the right answer ranks among
+    wrong ones, and its loss in nats per token.
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
     """

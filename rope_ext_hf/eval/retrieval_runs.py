@@ -1,16 +1,17 @@
 """Runs that measure retrieval: the end of a long text asks for a statement that stands earlier in it, at some depth.
 
-Two things are measured: whether greedy decoding would give the right answer, and the rank of the right answer among
-wrong ones by likelihood. The rank shows differences even between models that are too small to answer. The texts of
-statements and questions are in `statements.RETRIEVALS`.
+Three things are measured: whether greedy decoding would give the right answer, the rank of the right answer among wrong
+ones by likelihood, and its loss in nats per token. Rank and loss show differences even between models that are too
+small to answer. The texts of statements and questions are in `statements.RETRIEVALS`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,7 @@ from rope_ext_hf.errors import CorpusError, MethodError, entry, printable, short
 from rope_ext_hf.eval.questions import Passkey
 from rope_ext_hf.eval.retrieval_prompts import Trial, make_trials, shared_trials
 from rope_ext_hf.eval.statements import RETRIEVALS
-from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps
+from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps, loss_text
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import Cost, TokenScorer, check_numbers
@@ -33,6 +34,7 @@ from rope_ext_hf.runs.labels import Method, MethodResult
 from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.run import Run
+from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.runs.tables import beyond_mark, two_column_table
 
 if TYPE_CHECKING:
@@ -61,19 +63,22 @@ class RetrievalSetting:
 
 
 class TrialScore(NamedTuple):
-    """The score for one prompt: whether the right answer would be given, and its rank.
+    """The score for one prompt: whether the right answer would be given, its rank and its loss.
 
     Attributes:
         exact: true if greedy decoding would give the right answer.
         rank: the rank of the right answer by likelihood, from 1.
+        loss: the loss of the right answer, in nats per token: the mean over the answer's tokens, each given the prompt
+            and the right tokens before it. None in runs of earlier versions, which did not store it.
     """
 
     exact: bool
     rank: float
+    loss: float | None = None
 
     def to_record(self) -> list[float]:
-        """Return the score as a list for JSON, in the form that a journal stores."""
-        return list(self)
+        """Return the score as a list for JSON, in the form that a journal stores; an unknown loss is left out."""
+        return [value for value in self if value is not None]
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,9 @@ class Retrieval(MethodResult):
         top1: share of prompts for which the right answer ranks first.
         chance: the `top1` that guessing gives.
         scores: the score for each prompt.
+        loss: loss of the right answer in nats per token: the mean over the answer's tokens, then over prompts, each of
+            which weighs the same. None if the loss of any prompt is unknown, as in runs of earlier versions.
+        loss_low, loss_high: the 95% confidence interval of `loss` over prompts; None with fewer than three.
     """
 
     task: str
@@ -106,6 +114,14 @@ class Retrieval(MethodResult):
     top1: float
     chance: float
     scores: tuple[TrialScore, ...]
+    loss: float | None = None
+    loss_low: float | None = None
+    loss_high: float | None = None
+
+    @property
+    def complete(self) -> bool:
+        """True if the loss of the right answer is known."""
+        return self.loss is not None
 
     @property
     def chance_rank(self) -> float:
@@ -145,6 +161,9 @@ class RetrievalRuns(RunKind):
         "distractors",
         "chance",
         "chance_rank",
+        "loss",
+        "loss_low",
+        "loss_high",
     )
 
     def plan(
@@ -159,14 +178,23 @@ class RetrievalRuns(RunKind):
         `item` is the name of the prompt.
         """
         match value:
-            case [bool(exact), int() | float() as rank] if rank >= 1 and math.isfinite(rank):
-                return TrialScore(exact, float(rank))
-        raise ValueError(f"expected [exact, rank], got {short(repr(value))}")
+            case [bool(exact), int() | float() as rank, *rest] if rank >= 1 and math.isfinite(rank):
+                match rest:
+                    case []:
+                        return TrialScore(exact, float(rank))
+                    case [int() | float() as loss] if not isinstance(loss, bool) and not math.isnan(loss):
+                        return TrialScore(exact, float(rank), float(loss))
+        raise ValueError(
+            "expected a score [exact, rank, loss], or [exact, rank] as earlier versions wrote it, got "
+            f"{short(repr(value))}"
+        )
 
     def result(
         self, method: Method, setting: RetrievalSetting, cell: Cell, values: Sequence[TrialScore], costs: Sequence[Cost]
     ) -> Retrieval:
         """Return the result for one context length and depth, from the scores for its prompts."""
+        losses = [value.loss for value in values if value.loss is not None]
+        loss = estimate(losses) if len(losses) == len(values) else None
         return Retrieval(
             method=method,
             task=setting.task,
@@ -180,59 +208,88 @@ class RetrievalRuns(RunKind):
             top1=fmean(value.rank == 1 for value in values),
             chance=1 / (setting.distractors + 1),
             scores=tuple(values),
+            loss=None if loss is None else loss.value,
+            loss_low=None if loss is None else loss.low,
+            loss_high=None if loss is None else loss.high,
         )
 
     def table(self, run: Run[Retrieval], *, detailed: bool = False) -> Table:
-        """Return a table with a row per method and depth, and a column per length: exact match and mean rank."""
-        first = run.results[0]
+        """Return a table with a row per method and depth, and a column per length: exact match, mean rank and loss.
+
+        Args:
+            run: has at least one result.
+            detailed: add a second line to each cell, with the 95% confidence interval of the loss.
+        """
+        first, losses = run.results[0], _any_loss(run)
         keys = f", one of {first.keys} keys" if first.keys > 1 else ""
-        title = f"Retrieval, task {short(printable(first.task))}{keys}: exact match, mean rank"
+        numbers = "exact match, mean rank, loss of the answer" if losses else "exact match, mean rank"
+        title = f"Retrieval, task {short(printable(first.task))}{keys}: {numbers}"
         caption = (
             f"{first.trials} prompts per depth and length. The rank is that of the right answer among "
             f"{first.distractors + 1}: 1 is best, {first.chance_rank:g} is luck; green: better than luck by 3 standard "
             "errors"
         )
-        return two_column_table(run, title, caption, "depth", "{:.0%}".format, partial(_retrieval_cell, run))
+        if losses:
+            caption += ". The loss is that of the right answer, in nats per token: lower is better"
+        if detailed and any(result.loss_low is not None for result in run.results):
+            caption += "; in parentheses: its 95% confidence interval over prompts"
+        cell = partial(_retrieval_cell, run, losses=losses, detailed=detailed)
+        return two_column_table(run, title, caption, "depth", "{:.0%}".format, cell)
 
     def chart(self, run: Run[Retrieval]) -> Chart:
         """Return a heat map per method, by length and depth."""
         first = run.results[0]
+        loss = ", and its loss in nats per token" if _any_loss(run) else ""
         note = (
             "Exact answers by context length and depth (0% first); below, the mean rank of the right answer among "
-            f"{first.distractors + 1} (luck: {first.chance_rank:g}), faint where no better than chance. "
+            f"{first.distractors + 1} (luck: {first.chance_rank:g}), faint where no better than chance{loss}. "
             f"{first.trials} prompts per cell."
         )
         panels = {
-            name: {(r.depth, r.length): HeatCell(r.exact_match, r.rank, not r.above_chance) for r in row}
+            name: {(r.depth, r.length): HeatCell(r.exact_match, r.rank, not r.above_chance, r.loss) for r in row}
             for name, row in run.by_label.items()
         }
         return HeatMaps(panels, run.context_length, note)
 
     def measures(self, run: Run[Retrieval]) -> Sequence[Measure]:
-        """Return one measure: the share of exact answers; or of right answers that rank first, if no answer is exact.
+        """Return the measures: a share of right answers, and the loss of the right answer where it is known.
 
-        Confidence intervals are computed over items. An item is one prompt, or all prompts that share one text.
+        The share is that of exact answers, or if no answer is exact, of right answers that rank first. Conclusions are
+        drawn from the loss where hardly any answer is exact. An item is a prompt, or all prompts of one text.
         """
-        first = run.results[0]
-        exact = any(result.exact_match for result in run.results)
+        first, task = run.results[0], short(printable(run.results[0].task))
         own_prompts = run.settings.get("setting", {}).get("own_prompts")
 
-        def items_of(results: Sequence[Retrieval]) -> Iterable[tuple[float, float]]:
-            by_depth = [
-                [float(score.exact if exact else score.rank == 1) for score in result.scores] for result in results
-            ]
+        def items_of(by_depth: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+            """Return the items of one method at one length from the numbers of each prompt, a list for each depth."""
             if own_prompts:
-                return [(score, 1.0) for scores in by_depth for score in scores]
-            return [(fmean(scores_of_trial), 1.0) for scores_of_trial in zip(*by_depth, strict=True)]
+                return [(number, 1.0) for numbers in by_depth for number in numbers]
+            return [(fmean(numbers_of_trial), 1.0) for numbers_of_trial in zip(*by_depth, strict=True)]
 
-        items = run.items(items_of)
-        task = short(printable(first.task))
-        name, chance = ("exact match", 0.0) if exact else ("top-1 accuracy", first.chance)
-        return [Measure(f"{name} ({task})", "%", Evidence.RETRIEVAL, True, items, "prompt", chance=chance)]
+        def share(name: str, right: Callable[[TrialScore], bool], chance: float) -> Measure:
+            """Return the share of prompts for which `right` is true."""
+            items = run.items(lambda results: items_of([[float(right(s)) for s in r.scores] for r in results]))
+            return Measure(f"{name} ({task})", "%", Evidence.RETRIEVAL, True, items, "prompt", chance=chance)
+
+        def losses(results: Sequence[Retrieval]) -> Iterable[tuple[float, float]]:
+            known = [[s.loss for s in result.scores if s.loss is not None] for result in results if result.complete]
+            return items_of(known) if len(known) == len(results) else []
+
+        exact = share("exact match", attrgetter("exact"), 0.0)
+        shown = exact
+        if not any(result.exact_match for result in run.results):
+            shown = share("top-1 accuracy", lambda score: score.rank == 1, first.chance)
+        loss = run.items(losses)
+        if not loss:
+            return [shown]
+        name, unit, evidence = f"loss of the answer ({task})", "nats per token", Evidence.ANSWER_LOSS
+        return [shown, Measure(name, unit, evidence, False, loss, "prompt", instead_of=exact)]
 
 
 class _RetrievalMeasurement(Measurement):
-    """The measurement of the ranks of right answers, at every depth of every context length; an item is one prompt.
+    """The measurement of right answers (given or not, rank and loss) at every depth of every context length.
+
+    An item is one prompt.
 
     Args:
         setting: how the prompts are made.
@@ -298,7 +355,9 @@ class _RetrievalMeasurement(Measurement):
             length_read_last = length
             progress(trial.tail if again else length)
             check_numbers(losses, length)
-            yield cell, TrialScore(exact, _rank(losses.double().sum(-1))), scorer.take_cost()
+            nats = losses.double()  # (answers, tokens)
+            score = TrialScore(exact, _rank(nats.sum(-1)), nats[0].mean().item())
+            yield cell, score, scorer.take_cost()
 
 
 def _rank(losses: Tensor) -> float:
@@ -310,10 +369,24 @@ def _rank(losses: Tensor) -> float:
     return 1 + float((others < losses[0]).sum()) + float((others == losses[0]).sum()) / 2
 
 
-def _retrieval_cell(run: Run[Retrieval], result: Retrieval) -> Text:
-    """Return the table cell for one result: exact match and mean rank."""
-    text = f"{result.exact_match:.0%} {result.rank:4.1f}{beyond_mark(run, result)}"
-    return Text(text, style="green" if result.above_chance else "")
+def _any_loss(run: Run[Retrieval]) -> bool:
+    """Return whether the loss of the right answer is known for any result; runs of earlier versions have none."""
+    return any(result.complete for result in run.results)
+
+
+def _retrieval_cell(run: Run[Retrieval], result: Retrieval, *, losses: bool, detailed: bool) -> Text:
+    """Return the table cell for one result: exact match and mean rank, and with `losses` the loss of the answer.
+
+    `detailed`: add the interval of the loss in a second line.
+    """
+    text = f"{result.exact_match:.0%} {result.rank:4.1f}"
+    interval = ""
+    if losses:
+        text += f" {'-' if result.loss is None else loss_text(result.loss):>4}"
+    if detailed and result.loss is not None:
+        loss = Estimate(result.loss, result.loss_low, result.loss_high, result.trials)
+        interval = loss.line_below(loss_text)
+    return Text(f"{text}{beyond_mark(run, result)}{interval}", style="green" if result.above_chance else "")
 
 
 def _plan(

@@ -281,11 +281,12 @@ class HeatCell(NamedTuple):
     share: float  # the share of right answers
     rank: float  # the mean rank of the right answer
     faint: bool = False  # whether the value is not better than chance
+    loss: float | None = None  # the loss of the right answer, in nats per token; None where it is not known
 
 
 @dataclass(frozen=True)
 class HeatMaps:
-    """Heat maps of the share of right answers by depth and context length, one per method, with mean ranks."""
+    """Heat maps of the share of right answers by depth and context length, one per method, with ranks and losses."""
 
     panels: Mapping[str, Mapping[tuple[float, int], HeatCell]]
     """Cells by the method's label, then by depth and length; the place of a missing cell stays empty."""
@@ -299,6 +300,10 @@ class HeatMaps:
     @property
     def _lengths(self) -> list[int]:
         return sorted({length for cells in self.panels.values() for _, length in cells})
+
+    @property
+    def _any_loss(self) -> bool:
+        return any(cell.loss is not None for cells in self.panels.values() for cell in cells.values())
 
     def _cells(self, name: str) -> Iterable[tuple[int, int, HeatCell]]:
         """Yield the column, the row and the cell of each result in the map of one method."""
@@ -318,7 +323,8 @@ class HeatMaps:
 
     def _panel(self, name: str, width: float) -> str:
         """Return the map of one method as an SVG element."""
-        depths, lengths, left, high, top = self._depths, self._lengths, 38.0, 30.0, 20
+        depths, lengths, left, top = self._depths, self._lengths, 38.0, 20
+        high = 41.0 if self._any_loss else 30.0
         wide, bottom = (width - left) / len(lengths), top + high * len(depths)
         middles = {length: left + (column + 0.5) * wide for column, length in enumerate(lengths)}
         drawn = [_text(0, 12, _safe(name, 44), "start", ' font-weight="600"')]
@@ -333,14 +339,18 @@ class HeatMaps:
             )
             faint = ' opacity="0.6"' if cell.faint else ""
             drawn.append(_text(across + wide / 2, upper + 13, f"{cell.share:.0%}", "middle", faint))
-            drawn.append(_text(across + wide / 2, upper + 24, f"{cell.rank:.1f}", "middle", f' font-size="9"{faint}'))
+            small = f' font-size="9"{faint}'
+            drawn.append(_text(across + wide / 2, upper + 24, f"{cell.rank:.1f}", "middle", small))
+            if cell.loss is not None:
+                drawn.append(_text(across + wide / 2, upper + 35, loss_text(cell.loss), "middle", ' font-size="9"'))
         drawn += _length_ticks(middles, self.context_length, bottom + 12)
         return _svg(bottom + _BELOW, drawn, f"{name}: {self.note}", width)
 
     def draw(self, path: str | Path | None, title: str) -> Any:
         """Return a matplotlib figure with the maps side by side, and save it as a PNG if there is a path."""
         depths, lengths = self._depths, self._lengths
-        width, height = 1.6 + len(self.panels) * max(2.0, 0.75 * len(lengths)), 2.1 + 0.5 * len(depths)
+        width = 1.6 + len(self.panels) * max(2.0, 0.75 * len(lengths))
+        height = 2.1 + (0.6 if self._any_loss else 0.5) * len(depths)
         with drawing.picture(path, width, height) as figure:
             grid = figure.subplots(1, len(self.panels), sharey=True, squeeze=False)[0]
             for axes, name in zip(grid, self.panels, strict=True):
@@ -366,8 +376,11 @@ class HeatMaps:
             elif cell.faint and cell.share < 0.4:  # grey would not be seen on a darker green
                 ink = "#777777"
             centred = {"ha": "center", "va": "center", "color": ink}
-            axes.text(column, row - 0.12, f"{cell.share:.0%}", fontsize=9, **centred)
-            axes.text(column, row + 0.25, f"rank {cell.rank:.1f}", fontsize=6, **centred)
+            upper, lower = (-0.22, 0.12) if self._any_loss else (-0.12, 0.25)
+            axes.text(column, row + upper, f"{cell.share:.0%}", fontsize=9, **centred)
+            axes.text(column, row + lower, f"rank {cell.rank:.1f}", fontsize=6, **centred)
+            if cell.loss is not None:
+                axes.text(column, row + 0.34, f"loss {loss_text(cell.loss)}", fontsize=6, **centred)
         image = axes.imshow(values, cmap="YlGn", vmin=0.0, vmax=1.0, aspect="auto")
         axes.set_xticks(range(len(lengths)), _tick_texts(lengths, self.context_length), fontsize=8)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
@@ -381,6 +394,11 @@ class HeatMaps:
 
 
 Chart = LineChart | HeatMaps
+
+
+def loss_text(loss: float) -> str:
+    """Return the loss of an answer, in nats per token, as short text for a cell."""
+    return f"{loss:.2f}" if math.isfinite(loss) else "inf"
 
 
 def _tick_texts(lengths: Sequence[int], context_length: int) -> list[str]:

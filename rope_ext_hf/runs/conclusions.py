@@ -55,7 +55,7 @@ def conclude(findings: Findings) -> Conclusion:
         sentences += _best_by_one_measure(findings, lead)
     sentences += _reach(findings, lead)
     sentences += _missing(findings)
-    sentences += [f"{capital(measure.name)}: {measure.flaw}." for measure in findings.ordered if measure.flaw]
+    sentences += [f"{capital(measure.name)}: {measure.flaw}." for measure in findings.deciding if measure.flaw]
     return Conclusion(" ".join(sentences[:_MOST_SENTENCES]), lead, tuple(findings.unbeaten))
 
 
@@ -99,7 +99,7 @@ def _named_value(measure: Measure, key: str, length: int) -> str:
 def _no_lead(findings: Findings) -> list[str]:
     """Return sentences for runs without a best method: what was measured, and why it shows no best method."""
     if not findings.candidates:
-        measures = [measure for measure in findings.ordered if any(measure.items.values())]
+        measures = [measure for measure in findings.deciding if any(measure.items.values())]
         return [_without_comparison(findings, measure) for measure in measures]
     if not findings.unbeaten:
         best_of_each = [

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, permutations
 
 from rope_ext_hf.runs.labels import Method, labels, method_key, short_labels
-from rope_ext_hf.runs.measures import Measure
+from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.verdicts import Outcome, outcome_of_change
 
 
@@ -42,14 +42,25 @@ class Findings:
     def ordered(self) -> list[Measure]:
         """The measures, sorted by how close they are to practical use; those that cannot compare methods come last.
 
-        Of two measures that are equally close, the one that was measured at the greater length comes first.
+        Of two measures that are equally close, the one that was measured at the greater length comes first. Where
+        hardly anything is retrieved, the share of right answers comes after their loss.
         """
-        return sorted(self.measures, key=lambda m: (bool(m.flaw), m.evidence, -m.longest, m.name))
+
+        def closeness(measure: Measure) -> float:
+            hardly_any = measure.evidence is Evidence.RETRIEVAL and self._at_floor(measure)
+            return Evidence.ANSWER_LOSS + 0.5 if hardly_any else measure.evidence
+
+        return sorted(self.measures, key=lambda m: (bool(m.flaw), closeness(m), -m.longest, m.name))
+
+    @cached_property
+    def deciding(self) -> list[Measure]:
+        """The measures that conclusions are drawn from, in the order of `ordered`."""
+        return [measure for measure in self.ordered if self._decides(measure)]
 
     @cached_property
     def informative(self) -> list[Measure]:
-        """The measures that can compare methods, in the order of `ordered`."""
-        return [measure for measure in self.ordered if not measure.flaw]
+        """The measures that conclusions are drawn from and that can compare methods, in the order of `ordered`."""
+        return [measure for measure in self.deciding if not measure.flaw]
 
     @property
     def longest(self) -> int:
@@ -59,6 +70,23 @@ class Findings:
     def beyond(self, key: str, length: int) -> bool:
         """Return whether a length is beyond the one that the method with this key is set for."""
         return length > self.extended.get(key, length)
+
+    def _decides(self, measure: Measure) -> bool:
+        """Return whether conclusions are drawn from a measure; only one that replaces a share may be left out."""
+        return measure.instead_of is None or self._at_floor(measure.instead_of)
+
+    def _at_floor(self, share: Measure) -> bool:
+        """Return whether a share of right answers says little about any method at the longest length.
+
+        That is so if every method's share is at the floor there, and none is significantly better than another.
+        """
+        if share.flaw and not share.too_few:
+            return True
+        length = share.longest
+        keys = share.measured(length)
+        if not all(share.at_floor(key, length) for key in keys):
+            return False
+        return not any(self.is_better(share, first, second, length) for first, second in permutations(keys, 2))
 
     # --- one measure --------------------------------------------------------------------------------------------------
 
@@ -89,11 +117,12 @@ class Findings:
         """Return how a method compares with the unpatched model on inputs of the context length.
 
         It is `NOT_MEASURED` also if the measure takes values at positions in longer inputs, which say nothing about
-        short inputs.
+        short inputs, and if it replaces a share of right answers that is not at the floor there.
         """
-        if measure.of_positions:
+        first, second = (key, self.context_length), (self.loaded, self.context_length)
+        if measure.of_positions or _share_decides(measure, first, second):
             return Outcome.NOT_MEASURED
-        return self.outcome(measure, (key, self.context_length), (self.loaded, self.context_length))
+        return self.outcome(measure, first, second)
 
     def reads_short_worse(self, measure: Measure, key: str) -> bool:
         """Return whether a method makes results for inputs of the context length significantly worse."""
@@ -144,8 +173,9 @@ class Findings:
 
         It is not if any measure shows it to be significantly worse; the measures' tolerances are not applied.
         """
-        short = (self.loaded, self.context_length)
-        return all(self.outcome(measure, (key, length), short) is not Outcome.WORSE for measure in self.measures)
+        first, second = (key, length), (self.loaded, self.context_length)
+        measures = [measure for measure in self.measures if not _share_decides(measure, first, second)]
+        return all(self.outcome(measure, first, second) is not Outcome.WORSE for measure in measures)
 
     def costs_short_inputs(self, key: str) -> bool:
         """Return whether any measure shows that a method makes inputs of the context length significantly worse."""
@@ -166,7 +196,10 @@ class Findings:
             if not shared_lengths:
                 continue
             longest = max(shared_lengths)
-            by_measure = self.outcome(measure, (first, longest), (second, longest))
+            places = (first, longest), (second, longest)
+            if _share_decides(measure, *places):
+                continue
+            by_measure = self.outcome(measure, *places)
             if by_measure in (Outcome.BETTER, Outcome.WORSE):
                 return by_measure
             if by_measure is Outcome.NO_DIFFERENCE:
@@ -268,6 +301,17 @@ def collect_findings(
         context_length=context_length,
         measures=_with_unique_names([(measure, text) for measure, text in measures if any(measure.items.values())]),
         extended={key: length for key, length in extended.items() if length},
+    )
+
+
+def _share_decides(measure: Measure, *places: tuple[str, int]) -> bool:
+    """Return whether a measure replaces a share of right answers, and this share is not at the floor at some place.
+
+    `places`: pairs of the key of a method and a length in tokens.
+    """
+    share = measure.instead_of
+    return share is not None and not all(
+        share.at_floor(key, length) for key, length in places if key in share.measured(length)
     )
 
 

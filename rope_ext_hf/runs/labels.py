@@ -38,6 +38,11 @@ class MethodResult:
         """The key (a JSON text) that identifies the method of this result."""
         return method_key(self.method)
 
+    @property
+    def complete(self) -> bool:
+        """True if the result has every value that its kind measures now; results of earlier versions may lack some."""
+        return True
+
     def to_dict(self) -> dict[str, Any]:
         """Return the result as a dict of JSON values."""
         return asdict(self)

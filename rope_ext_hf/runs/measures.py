@@ -19,6 +19,8 @@ from rope_ext_hf.runs.statistics import FEWEST, LEVEL, Estimate, estimate, estim
 __all__ = ["EffectiveLength", "Evidence", "Measure", "exponential", "perplexity_text"]
 
 _LARGEST = 709.0  # nats; the exponential of 710 is too large for a float
+_FLOOR = 0.1
+"""The share of right answers up to which methods are compared by the loss of the right answer, where it is known."""
 
 
 class EffectiveLength(NamedTuple):
@@ -56,9 +58,10 @@ class Evidence(IntEnum):
 
     ANSWERS = 1
     RETRIEVAL = 2
-    KEY_TOKENS = 3
-    LOSS = 4
-    GAIN = 5  # a difference of losses, which also grows where the model reads worse without the evidence
+    ANSWER_LOSS = 3
+    KEY_TOKENS = 4
+    LOSS = 5
+    GAIN = 6  # a difference of losses, which also grows where the model reads worse without the evidence
 
 
 RECENT = "recent"
@@ -91,6 +94,8 @@ class Measure:
             say nothing about shorter inputs.
         recent: by length, the items of the model as loaded when it reads only the last tokens of an input, as many as
             its context length has room for. `RECENT` stands for it in place of a method's key.
+        instead_of: the share of exact answers whose place this measure takes in comparisons where that share is at the
+            floor (see `at_floor`); elsewhere this measure is shown and decides nothing. None: it decides everywhere.
     """
 
     name: str
@@ -106,6 +111,7 @@ class Measure:
     tolerance: float | None = None
     of_positions: bool = False
     recent: Mapping[int, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    instead_of: Measure | None = None
 
     @property
     def shares(self) -> bool:
@@ -149,6 +155,13 @@ class Measure:
     def _any_above_zero(self) -> bool:
         """True if the value of any item is not zero."""
         return any(value for row in self.items.values() for items in row.values() for value, _ in items)
+
+    def at_floor(self, key: str, length: int) -> bool:
+        """Return whether a method has so few right answers at a length that their share says little about it.
+
+        That is a share of at most 10%, or of no more than guessing gives.
+        """
+        return self.value(key, length) <= max(self.chance, _FLOOR)
 
     def lengths(self, key: str) -> list[int]:
         """Return the lengths in tokens at which a method was measured, ascending."""

@@ -68,7 +68,10 @@ def _cell_digests(run: Run[Any]) -> dict[str, str]:
 
 
 def _merged_results(runs: Sequence[Run[Any]]) -> list[Any]:
-    """Return the results from several runs; if two runs have one for the same method and cell, the first counts."""
+    """Return the results from several runs; if two runs have one for the same method and cell, the first counts.
+
+    A result that lacks a value, as those of earlier versions may, counts only if no run has a complete one.
+    """
     results: dict[Any, Any] = {}
     for run in runs:
         earlier = set(results)
@@ -76,6 +79,6 @@ def _merged_results(runs: Sequence[Run[Any]]) -> list[Any]:
             # a cell is a length, alone or with a depth, a distance or a task
             rest_of_cell = [getattr(result, name, None) for name in ("depth", "distance", "task")]
             place = (result.key, result.length, *rest_of_cell)
-            if place not in earlier:
+            if place not in earlier or (result.complete and not results[place].complete):
                 results[place] = result
     return list(results.values())

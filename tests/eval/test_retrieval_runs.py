@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import csv
+import json
 import math
 import statistics
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaForCausalLM, 
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError
-from rope_ext_hf.eval import Passkey, passkey
+from rope_ext_hf.eval import Passkey, passkey, read_run
 from rope_ext_hf.eval.retrieval_prompts import make_trials, shared_trials
 from rope_ext_hf.eval.retrieval_runs import Retrieval, RetrievalRuns
 from rope_ext_hf.eval.statements import RETRIEVALS
@@ -203,8 +205,8 @@ def test_trials_depend_on_the_seed_alone() -> None:
     assert passkey(model, trials=3, seed=2, **settings) != once
 
 
-def naive(model: Any, prompt: Tensor, answers: Tensor) -> tuple[bool, float]:
-    """Exact match by decoding greedily, and the rank by one full forward per answer."""
+def naive(model: Any, prompt: Tensor, answers: Tensor) -> tuple[bool, float, float]:
+    """Exact match by decoding greedily, the rank by one full forward per answer, and the loss of the right answer."""
     ids = prompt
     scores = []
     with torch.no_grad():
@@ -214,7 +216,80 @@ def naive(model: Any, prompt: Tensor, answers: Tensor) -> tuple[bool, float]:
             whole = torch.cat([prompt, answer])
             chances = model(whole[None], use_cache=False).logits[0].double().softmax(-1)
             scores.append(math.fsum(math.log(chances[len(prompt) - 1 + i, t]) for i, t in enumerate(answer)))
-    return torch.equal(ids[len(prompt) :], answers[0]), 1 + sum(score > scores[0] for score in scores)
+    rank = 1 + sum(score > scores[0] for score in scores)
+    return torch.equal(ids[len(prompt) :], answers[0]), rank, -scores[0] / len(answers[0])
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_the_loss_of_the_answer_is_that_of_the_logits_of_transformers(tokenizer: Callable[[], Any]) -> None:
+    """The mean over the answer's tokens of the log-softmax in float64, then over prompts; answers differ in length."""
+    model, words = build("llama", vocab_size=420), tokenizer()
+    hay = torch.tensor(words(TEXT, add_special_tokens=False)["input_ids"])
+    settings: dict[str, Any] = {
+        "lengths": [200], "depths": [0.3, 1], "trials": 5, "distractors": 3, "task": "assignment", "haystack": HAY,
+    }  # fmt: skip
+    results = passkey(model, tokenizer=words, chunk=32, **settings)
+    trials = Passkey(**settings).plan(model, tokenizer=words).measurement.trials
+    sizes = set()
+    for result in results:
+        expected = []
+        for trial in trials[result.depth]:
+            prompt, answer = trial.prompt(hay, 200, result.depth), trial.answers[0]
+            with torch.no_grad():
+                logits = model(torch.cat([prompt, answer])[None], use_cache=False).logits[0].double()
+            chances = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+            nats = [-float(chances[place, token]) for place, token in enumerate(answer)]
+            expected.append(math.fsum(nats) / len(answer))
+            sizes.add(len(answer))
+        assert [score.loss for score in result.scores] == pytest.approx(expected, abs=1e-5)
+        assert result.loss == pytest.approx(statistics.fmean(expected), abs=1e-5)
+        assert result.loss is not None
+        half = 2.776445 * statistics.stdev(expected) / math.sqrt(5)  # Student's t of 4 degrees of freedom
+        ends = (result.loss - half, result.loss + half)
+        assert (result.loss_low, result.loss_high) == pytest.approx(ends, abs=1e-4)
+    assert len(sizes) == (1 if tokenizer is byte_tokenizer else 2)
+    assert len({result.loss for result in results}) == 2
+
+
+def test_a_model_that_answers_nothing_is_judged_by_the_loss_of_the_answer(tmp_path: Path) -> None:
+    model = build("llama", vocab_size=259)
+    settings: dict[str, Any] = {"lengths": [100], "trials": 4, "distractors": 2, "task": "key-value", "haystack": HAY}
+    run = passkey(model, tokenizer=byte_tokenizer(), out=tmp_path, **settings).run
+    assert not any(result.exact_match for result in run.results)
+    nats = statistics.fmean(score.loss or math.nan for result in run.results for score in result.scores)
+    assert f"loss of the answer (key-value) {nats:.3f} nats per token" in str(run.conclusion)
+    assert "mean rank, loss of the answer" in str(run)
+    assert f"({run.results[0].loss_low:.2f} to {run.results[0].loss_high:.2f})" in run._repr_html_()
+    assert "in parentheses: its 95% confidence interval" in run._repr_html_()
+    again = read_run(run.folder)
+    assert again.results == run.results
+    lines = (run.folder / "records.0.jsonl").read_text(encoding="utf-8").splitlines()
+    assert all(len(json.loads(line)["value"]) == 3 for line in lines)
+    first = run.results[0]
+    with (run.folder / "results.csv").open(encoding="utf-8", newline="") as file:
+        row = next(csv.DictReader(file))
+    assert [float(row[name]) for name in ("loss", "loss_low", "loss_high")] == [
+        first.loss, first.loss_low, first.loss_high
+    ]  # fmt: skip
+    stored = json.loads((run.folder / "results.json").read_text(encoding="utf-8"))["results"][0]
+    assert stored["loss"] == first.loss
+    assert stored["scores"] == [list(score) for score in first.scores]
+
+
+@pytest.mark.parametrize("value", [[True, 1.0], [False, 2.5, 0.25], [False, 3.0, math.inf]])
+def test_scores_are_stored_and_read_back(value: list[Any]) -> None:
+    score = RetrievalRuns().parse("trial 0", value)
+    assert score.to_record() == value
+    assert score.loss == (value[2] if len(value) == 3 else None)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[True], [1, 1.0], [True, 0.5], [True, 1.0, True], [True, 1.0, math.nan], [True, 1.0, "2"], [True, 1, 2, 3]],
+)
+def test_what_is_no_score_is_refused(value: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"expected a score \[exact, rank, loss\], or \[exact, rank\] as earlier"):
+        RetrievalRuns().parse("trial 0", value)
 
 
 @pytest.mark.slow
@@ -241,9 +316,10 @@ def test_equals_decoding_and_whole_forwards(method: str | None, tokenizer: Calla
                 prompt = trial.prompt(hay, result.length, result.depth)
                 with fixed_length(model, result.length):  # the prompt alone is shorter than the context
                     expected.append(naive(model, prompt, trial.answers))
-            assert result.exact_match == statistics.fmean(exact for exact, _ in expected)
-            assert result.rank == pytest.approx(statistics.fmean(rank for _, rank in expected))
-            assert result.top1 == statistics.fmean(rank == 1 for _, rank in expected)
+            assert result.exact_match == statistics.fmean(exact for exact, _, _ in expected)
+            assert result.rank == pytest.approx(statistics.fmean(rank for _, rank, _ in expected))
+            assert result.loss == pytest.approx(statistics.fmean(loss for _, _, loss in expected), abs=1e-5)
+            assert result.top1 == statistics.fmean(rank == 1 for _, rank, _ in expected)
             assert (result.method or {}).get("method") == method
     assert len({result.rank for result in results}) > 1  # not the same number everywhere
 

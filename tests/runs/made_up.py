@@ -31,3 +31,13 @@ def answers(rows: Mapping[str, Mapping[int, int]], prompts: int = 40, **more: An
         for key, row in rows.items()
     }
     return Measure("exact match", "%", Evidence.RETRIEVAL, True, items, "prompt", **more)
+
+
+def answer_losses(rows: Mapping[str, Mapping[int, float]], share: Measure, prompts: int = 40) -> Measure:
+    """The loss of the right answer, which replaces `share` where it is at the floor; prompts differ by up to 0.02."""
+    items = {
+        key: {n: [(loss + 0.01 * (i % 3), 1.0) for i in range(prompts)] for n, loss in row.items()}
+        for key, row in rows.items()
+    }
+    evidence = Evidence.ANSWER_LOSS
+    return Measure("loss of the answer", "nats per token", evidence, False, items, "prompt", instead_of=share)

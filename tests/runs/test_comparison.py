@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,78 @@ def test_ranks_count_where_nothing_is_answered_exactly(tmp_path: Path) -> None:
     (measure,) = kind.measures(run)
     assert (measure.name, measure.chance) == ("top-1 accuracy (needle)", 0.05)
     assert measure.value(method_key(None), 64) == 0.75
+
+
+def lost(folder: Path, values: Mapping[str, Mapping[int, float | None]], name: str = "run", **changed: Any) -> Run[Any]:
+    """A passkey run without exact answers or right ranks, by the loss of the answer; None: a run of before has none."""
+    kind, setting = run_kind("passkey"), RetrievalSetting("needle", 1, 19, 0, own_prompts=True)
+    results = [
+        kind.result(
+            METHODS[method],
+            setting,
+            (n, depth),
+            [TrialScore(False, 9.0, None if loss is None else loss + depth + 0.01 * i) for i in range(5)],
+            [Cost()],
+        )
+        for method, row in values.items()
+        for n, loss in row.items()
+        for depth in (0.0, 1.0)
+    ]
+    settings = COMMON | {"kind": "passkey", "setting": vars(setting)} | changed
+    return Run(folder / name, settings, results, kind)
+
+
+def test_the_loss_of_the_answer_decides_where_nothing_is_answered(tmp_path: Path) -> None:
+    run = lost(tmp_path, {"unpatched": {64: 0.5, 256: 3.2}, "yarn": {64: 0.6, 256: 0.9}})
+    share, loss = run.kind.measures(run)
+    assert (loss.name, loss.unit, loss.higher_is_better) == ("loss of the answer (needle)", "nats per token", False)
+    assert loss.value(method_key(None), 256) == pytest.approx(3.2 + 0.5 + 0.02)
+    assert len(loss.items[method_key(None)][256]) == 10  # each depth has prompts of its own
+    assert share.flaw
+    assert str(run.conclusion) == (
+        "Best at 256 tokens (4x): yarn x4, loss of the answer (needle) 1.420 nats per token (unpatched 3.720). "
+        "Short inputs (64 tokens): loss of the answer (needle) gets worse (1.020 to 1.120). "
+        "Top-1 accuracy (needle): no method is significantly above chance (5.0%)."
+    )
+    together = Comparison([run, losses(tmp_path, {name: LOSSES[name] for name in ("unpatched", "yarn")})])
+    assert str(together.conclusion).startswith(
+        "Best at 256 tokens (4x): yarn x4, loss of the answer (needle) 1.420 nats per token and perplexity 4.66 "
+    )
+    page = together.write_page(tmp_path / "page.html").read_text("utf-8")
+    assert "Loss of the answer (needle), nats per token (lower is better)" in page
+
+
+def test_prompts_of_one_text_are_one_item_of_the_loss(tmp_path: Path) -> None:
+    setting: dict[str, Any] = {"setting": vars(RetrievalSetting("needle", 1, 19, 0))}
+    _, loss = run_kind("passkey").measures(lost(tmp_path, {"yarn": {256: 1.0}}, **setting))
+    means, weights = zip(*loss.items[method_key(METHODS["yarn"])][256], strict=True)
+    assert means == pytest.approx([1.5 + 0.01 * i for i in range(5)])
+    assert weights == (1.0,) * 5
+
+
+def test_a_loss_that_is_not_known_is_not_spoken_of(tmp_path: Path) -> None:
+    old = lost(tmp_path, {"unpatched": {64: None, 256: None}, "yarn": {64: None, 256: None}})
+    assert [measure.name for measure in old.kind.measures(old)] == ["top-1 accuracy (needle)"]
+    said = f"{old}{old._repr_html_()}{old.conclusion}"
+    assert "top-1" in str(old.conclusion).lower()
+    assert "loss" not in said
+    partly = lost(tmp_path, {"unpatched": {64: 0.5, 256: None}, "yarn": {64: 0.6, 256: 0.9}})
+    _, loss = partly.kind.measures(partly)
+    assert {key: list(row) for key, row in loss.items.items()} == {
+        method_key(None): [64],
+        method_key(METHODS["yarn"]): [64, 256],
+    }
+    assert str(partly).count(" -") >= 2
+
+
+def test_of_two_runs_over_the_same_prompts_the_one_with_losses_counts(tmp_path: Path) -> None:
+    same: dict[str, Any] = {"cell_texts": {"[64, 0.0]": "same"}}
+    old = lost(tmp_path, {"unpatched": {64: None, 256: None}}, "a", **same)
+    new = lost(tmp_path, {"unpatched": {64: 0.5, 256: 3.2}, "yarn": {64: 0.5, 256: 0.9}}, "b", **same)
+    comparison, said = every_order(old, new)
+    assert best(comparison) == "yarn x4"
+    assert "(unpatched 3.720)" in said[0][0]
+    assert said.count(said[0]) == 2
 
 
 def test_key_tokens_are_a_measure_of_their_own(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rope_ext_hf.runs.findings import Findings, collect_findings
 from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.verdicts import Outcome
-from tests.runs.made_up import Row, answers, perplexities
+from tests.runs.made_up import Row, answer_losses, answers, perplexities
 
 BETTER, WORSE, NO_DIFFERENCE, NOT_MEASURED = Outcome
 UNPATCHED: Row = {64: 1.0, 128: 3.0, 256: 5.0}
@@ -39,6 +39,49 @@ def test_the_measure_closest_to_use_decides_first() -> None:
     assert findings(read).compare("a", "b") is WORSE
     assert findings(read, answers({"a": {256: 38}, "b": {256: 12}})).compare("a", "b") is BETTER
     assert findings(read, answers({"a": {256: 31}, "b": {256: 30}})).compare("a", "b") is WORSE
+
+
+ANSWER_LOSSES = {"loaded": {64: 0.5, 256: 3.2}, "a": {64: 0.6, 256: 0.9}, "b": {64: 0.5, 256: 0.8}}
+
+
+def test_where_hardly_any_answer_is_right_their_loss_decides() -> None:
+    for right in (0, 1, 4):  # up to a tenth of 40
+        share = answers({"loaded": {256: 0}, "a": {256: right}, "b": {256: 0}})
+        known = findings(share, answer_losses(ANSWER_LOSSES, share))
+        assert known.informative[0].name == "loss of the answer"
+        assert known.compare("a", "loaded") is BETTER
+        assert known.lead == "b"
+    assert findings(share).lead == "loaded"  # the share alone shows no difference
+
+    for right in (5, 20, 40):
+        share = answers({"loaded": {256: 0}, "a": {256: right}, "b": {256: right}})
+        known = findings(share, answer_losses(ANSWER_LOSSES, share))
+        assert known.informative == [share]
+        assert known.ordered[1].name == "loss of the answer"  # tables and pages show it all the same
+        assert known.compare("a", "b") is NO_DIFFERENCE
+
+
+def test_a_share_that_shows_a_difference_is_not_replaced() -> None:
+    """9 of 100 is significantly more than 0 of 100, though both are shares below a tenth."""
+    share = answers({"loaded": {256: 0}, "a": {256: 9}}, 100)
+    known = findings(share, answer_losses({"loaded": {256: 1.0}, "a": {256: 2.0}}, share, 100))
+    assert known.informative == [share]
+    assert known.compare("a", "loaded") is BETTER
+
+
+def test_the_loss_of_answers_says_nothing_of_lengths_at_which_they_are_right() -> None:
+    share = answers({"loaded": {64: 38, 256: 0}, "a": {64: 38, 256: 0}, "b": {64: 0, 256: 0}})
+    loss = answer_losses(ANSWER_LOSSES, share)
+    known = findings(share, loss)
+    assert known.compare("a", "loaded") is BETTER
+    assert known.outcome_of_short_inputs(loss, "a") is NOT_MEASURED
+    assert not known.costs_short_inputs("a")
+    assert known.reads_as_well("loaded", 64)
+    # and at lengths where hardly any is right
+    share = answers({"loaded": {64: 1, 256: 0}, "a": {64: 0, 256: 0}})
+    known = findings(share, loss := answer_losses(ANSWER_LOSSES, share))
+    assert known.outcome_of_short_inputs(loss, "a") is WORSE
+    assert not known.reads_as_well("a", 64)
 
 
 def test_the_methods_that_no_method_is_better_than() -> None:

@@ -268,8 +268,13 @@ def test_a_folder_of_before_that_holds_retrieval_is_read_finished_or_not(tmp_pat
         journal.write_bytes(RECORDED.with_name("passkey-0.1.0").joinpath(journal.name).read_bytes()[: -cut or None])
         run = read_run(tmp_path / "run")
         assert [(label(r.method), r.length, r.depth, r.exact_match, r.rank) for r in run.results] == finished[:left]
+        assert all(score.loss is None for result in run.results for score in result.scores)
+        assert {(r.loss, r.loss_low, r.loss_high) for r in run.results} == {(None, None, None)}
         write_files(run)
-        assert "yarn x4" in (run.folder / "report.html").read_text(encoding="utf-8")
+        page = (run.folder / "report.html").read_text(encoding="utf-8")
+        assert "yarn x4" in page
+        assert "loss" not in page
+        assert "loss" not in f"{run}{run.conclusion}"
 
 
 def test_another_path_is_the_same_run_and_a_foreign_run_file_is_refused(tmp_path: Path) -> None:
