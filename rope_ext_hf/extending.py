@@ -64,6 +64,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "write_json",
         "write_text",
     ),
+    "rope_ext_hf.gguf_files": ("FileRope", "architecture_of", "open_gguf", "read_file_rope"),
     "rope_ext_hf.hub": (
         "find_device",
         "find_dtype",
@@ -107,6 +108,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "rope_ext_hf.patches.fingerprint": ("fingerprint_of", "table_differences"),
     "rope_ext_hf.patches.folder_copies": ("unlike_copies",),
     "rope_ext_hf.patches.geometry": ("checkpoint_geometry", "patch_geometry"),
+    "rope_ext_hf.patches.gguf_models": ("is_gguf", "way_out"),
     "rope_ext_hf.patches.loading": ("find_config",),
     "rope_ext_hf.patches.patch_records": ("PATCH_KEY", "PatchSpec", "SAVED_KEYS", "checked_specs"),
     "rope_ext_hf.patches.patching": ("check_context_parallel", "patched_method"),

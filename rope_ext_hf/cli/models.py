@@ -232,8 +232,11 @@ def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Descr
     from rope_ext_hf.patches.adapters import SAVE_ROUTE
     from rope_ext_hf.patches.config_keys import text_settings, unread_settings
     from rope_ext_hf.patches.describing import describe as describe_model
+    from rope_ext_hf.patches.gguf_models import is_gguf, way_out
 
     description = describe_model(empty)
+    if is_gguf(name):
+        return replace(description, save_route=f"not at all: {way_out(Path(name))}")
     config = model_folder(name, revision=source.revision, weights=False) / "config.json"
     if config.is_file():  # the folder of an adapter has none
         note = unread_settings(text_settings(read_json(config)))
@@ -246,7 +249,9 @@ def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Descr
 
 @command("Convert a checkpoint", interrupted="the same command with --resume continues")
 def convert(
-    source_folder: Annotated[str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format too.")],
+    source_folder: Annotated[
+        str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format and GGUF too.")
+    ],
     new_folder: Annotated[Path, typer.Argument(metavar="DST", help="The converted folder; must not exist yet.")],
     source: SourceOptions,
     to: str = argument(MISSING, "The pairing to write: half, interleaved, or meta (Meta's own format)."),
@@ -263,6 +268,12 @@ def convert(
     model_parallel: int = argument(1, "Number of files to write with --to meta: consolidated.00.pth, ...", least=1),
     context_length: str | None = argument(
         None, "The context length of weights in Meta's format. Default: by the size of the model.", metavar="TOKENS"
+    ),
+    dequantize: str | None = argument(
+        None,
+        "Unpack a GGUF file into this dtype: bfloat16, float16, or float32, which is exact. Takes the memory of the "
+        "model in it.",
+        metavar="DTYPE",
     ),
     as_json: Json = False,
 ) -> None:
@@ -288,6 +299,7 @@ def convert(
             verify=verify,
             model_parallel=model_parallel,
             context_length=parse_length(context_length),
+            dequantize=dequantize,
             **source.version,
             progress=bar.set,
         )

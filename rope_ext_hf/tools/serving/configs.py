@@ -27,6 +27,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.config_model import ConfigModel
+from rope_ext_hf.patches.gguf_models import is_gguf
 from rope_ext_hf.patches.patch_records import SAVED_KEYS, PatchSpec
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.cache_size import cached_bytes
@@ -95,8 +96,10 @@ def open_model(
             whole=lambda: model,
             mistral_format=Path(name, "params.json").is_file(),
         )
-    folder = model_folder(model, revision=revision, weights=False)
-    refuse_adapter(model, folder)
+    folder = None
+    if not is_gguf(model):
+        folder = model_folder(model, revision=revision, weights=False)
+        refuse_adapter(model, folder)
     whole, record = read_config(model, revision=revision, trust_remote_code=trust_remote_code)
     with foreign_errors(f"the config of {str(model)!r} could not be read"):
         text = whole.get_text_config()
@@ -107,7 +110,7 @@ def open_model(
             composite=text is not whole,
             whole=partial(load_empty, model, revision=revision, trust_remote_code=trust_remote_code),
             given_name=str(model),
-            mistral_format=(folder / "params.json").is_file(),
+            mistral_format=folder is not None and (folder / "params.json").is_file(),
         )
 
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from rope_ext_hf.errors import CheckpointError, FileError, ServingError
+from rope_ext_hf.gguf_files import read_file_rope
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.engines.base import find_engine
 from rope_ext_hf.tools.engines.gguf_rules import file_computes
 from rope_ext_hf.tools.serving.configs import make_target
-from rope_ext_hf.tools.serving.gguf_files import read_file_rope, rewrite
+from rope_ext_hf.tools.serving.gguf_files import rewrite
 from tests.support.wrapped_text import unwrapped
 from tests.tools.support.serving_models import served_model
 
