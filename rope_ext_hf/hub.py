@@ -28,7 +28,14 @@ from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_b
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
 from rope_ext_hf.patches.geometry import check_pairing
-from rope_ext_hf.patches.gguf_models import GGUF_FILE, check_no_gguf_folder, is_gguf, way_out, with_gguf_file
+from rope_ext_hf.patches.gguf_models import (
+    GGUF_FILE,
+    check_gguf_exists,
+    check_no_gguf_folder,
+    is_gguf,
+    way_out,
+    with_gguf_file,
+)
 from rope_ext_hf.patches.loading import empty_model, find_config, from_pretrained, restore_patch
 from rope_ext_hf.reference import folder_of
 
@@ -67,7 +74,8 @@ def model_source(name: str | Path) -> str:
     if _is_folder(path):
         check_no_gguf_folder(path)
         return str(path)
-    if is_gguf(path) and _exists(path):
+    if is_gguf(path):
+        check_gguf_exists(path)
         return str(path)
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source:
         hint = "; it is a file, give the folder it is in, or a GGUF file" if _exists(path) else ""

@@ -107,8 +107,8 @@ def convert_checkpoint(
     if is_gguf(src):
         if source_pairing is not None or force:
             raise CheckpointError(
-                f"{str(src)!r} is a GGUF file, whose rows transformers puts into the order that its class rotates; leave "
-                "out the source pairing (--from) and force (--force)"
+                f"{str(src)!r} is a GGUF file, whose rows transformers puts into the order that its class rotates; "
+                "leave out the source pairing (--from) and force (--force)"
             )
         if dequantize is None:
             line = command_line("convert", src, dst, to="half", dequantize="bfloat16")

@@ -48,7 +48,7 @@ def detect_pairing(
 
     Args:
         path_or_model: a folder or Hub id (safetensors or .bin, read a tensor at a time; Meta's format too), a GGUF file
-            (loaded by transformers, which restores the order of its rows), or a loaded model, patched or under PEFT or not.
+            (which transformers loads, with its rows in their order), or a loaded model, patched or under PEFT or not.
         text: a few thousand tokens of text like that which the model was trained on: the losses under both pairings are
             compared as well. A folder's model is loaded for that; a loaded model has its weights reordered meanwhile
             and put back, bit for bit, with any adapter that it has.

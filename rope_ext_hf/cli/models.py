@@ -236,7 +236,7 @@ def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Descr
 
     description = describe_model(empty)
     if is_gguf(name):
-        return replace(description, save_route=f"not at all: {way_out(Path(name))}")
+        return replace(description, save_route=f"not as it is: {way_out(Path(name))}")
     config = model_folder(name, revision=source.revision, weights=False) / "config.json"
     if config.is_file():  # the folder of an adapter has none
         note = unread_settings(text_settings(read_json(config)))

@@ -1,4 +1,4 @@
-"""Models in GGUF files: where the file is, which RoPE it states, and why a model from it cannot be saved.
+"""Models in GGUF files: where the file is, which RoPE it states, and how a model from it can be saved.
 
 transformers rebuilds a config from the keys of a GGUF file, but not the scaling of the rotary embedding, and neither
 theta nor the number of rotated dims for every architecture. `file_config` adds them, and `check_rotation` compares the
@@ -56,6 +56,15 @@ def check_no_gguf_folder(folder: Path) -> None:
     )
 
 
+def check_gguf_exists(file: Path) -> None:
+    """Raise CheckpointError unless a path with the suffix of a GGUF file is that of a file."""
+    if not os.path.isfile(file):  # noqa: PTH113  # a path that is too long does not exist
+        raise CheckpointError(
+            f"no such GGUF file: {short(str(file))!r}; one on the Hub is downloaded first: `hf download OWNER/NAME "
+            "FILE.gguf` prints its path"
+        )
+
+
 def with_gguf_file(path: str | Path, arguments: Mapping[str, Any]) -> tuple[str | Path, dict[str, Any]]:
     """Return the folder of a model, and arguments of from_pretrained with the absolute path of its GGUF file, if any.
 
@@ -79,8 +88,7 @@ def with_gguf_file(path: str | Path, arguments: Mapping[str, Any]) -> tuple[str 
         file = Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100  # links keep their names
         if name is not None:
             raise CheckpointError(f"{str(path)!r} is a GGUF file already; leave out gguf_file={short(str(name))!r}")
-        if not file.is_file():
-            raise CheckpointError(f"no such GGUF file: {short(str(path))!r}")
+        check_gguf_exists(file)
     elif not isinstance(name, (str, Path)) or not str(name):
         raise CheckpointError(f"gguf_file must be the name of a file, got {short(repr(name))}")
     else:
@@ -262,7 +270,8 @@ def check_rotation(fingerprint: Fingerprint, rope: FileRope, file: Path) -> None
 def gguf_path(model: Any) -> Path | None:
     """Return the GGUF file that a live model was loaded from; None for any other model.
 
-    Versions of transformers that unpack the weights without recording it return None, and save such a model.
+    It is also None for a model that was loaded with `dequantizing`, and in versions of transformers that always unpack
+    the weights: such a model is saved like any other.
     """
     settings = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     name = getattr(settings, GGUF_FILE, None)
@@ -272,7 +281,9 @@ def gguf_path(model: Any) -> Path | None:
 
 
 def name_way_out(model: PreTrainedModel) -> None:
-    """Make `save_pretrained` of a model from a GGUF file say how to keep it; other models are left alone.
+    """Make `save_pretrained` of a model that transformers has loaded from a GGUF file say how to keep the model.
+
+    Other models are left alone; so are those that were loaded with `dequantizing`, which are ordinary models.
 
     transformers asks the object that holds the settings of the quantisation, which belongs to this model alone, whether
     the model can be saved.
@@ -282,7 +293,10 @@ def name_way_out(model: PreTrainedModel) -> None:
         return
 
     def is_serializable(*_: Any, **__: Any) -> bool:
-        raise CheckpointError(f"a model from a GGUF file cannot be saved as it is. {way_out(file)}")
+        raise CheckpointError(
+            f"this model still belongs to its GGUF file and cannot be saved. Load it with rope_ext_hf.from_pretrained("
+            f"{str(file)!r}), which unpacks its weights, and save that; or: {way_out(file)}"
+        )
 
     model.hf_quantizer.is_serializable = is_serializable
 
@@ -292,6 +306,6 @@ def way_out(file: Path) -> str:
     rewrite = command_line("gguf", file, "OUT.gguf", method="NAME")
     convert = command_line("convert", file, "FOLDER", to="half", dequantize="bfloat16")
     return (
-        f"`{rewrite}` writes a GGUF file with a method. `{convert}` writes a folder with unpacked weights, which loads, "
-        "patches and saves like any other"
+        f"`{rewrite}` writes a GGUF file with a method. `{convert}` writes a folder with unpacked weights, which can "
+        "be patched and saved like any other"
     )

@@ -156,9 +156,8 @@ def from_pretrained(
             config names under `architectures`, and AutoModelForCausalLM if it names none; for an adapter it is the
             class that the adapter's task needs.
         factor, target_length, over, context_length, layers, native: as `rope_ext_hf.patch` takes them.
-        **kwargs: arguments of transformers' `from_pretrained` (dtype, device_map, revision, gguf_file, ...), for an adapter
-            also
-            `is_trainable` and `adapter_name` of PEFT, and parameters of the method.
+        **kwargs: arguments of transformers' `from_pretrained` (dtype, device_map, revision, gguf_file, ...), for an
+            adapter also `is_trainable` and `adapter_name` of PEFT, and parameters of the method.
 
     Returns:
         The model, as transformers or PEFT returns it.
@@ -220,7 +219,7 @@ def _load_patched(
     loader = class_to_load(config, auto_class)
     if GGUF_FILE in kwargs:
         model = _load_whole(loader, path, auto_class, {"config": config, **dequantizing(), **kwargs})
-        name_way_out(model)
+        name_way_out(model)  # the user may have given another quantization_config
         return model
     if record is None:
         return _load_whole(loader, path, auto_class, kwargs)

@@ -27,7 +27,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.config_model import ConfigModel
-from rope_ext_hf.patches.gguf_models import is_gguf
+from rope_ext_hf.patches.gguf_models import is_gguf, way_out
 from rope_ext_hf.patches.patch_records import SAVED_KEYS, PatchSpec
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.cache_size import cached_bytes
@@ -250,7 +250,8 @@ def serving_config(
     frequencies and magnitude agree with the method's to 1e-6.
 
     Args:
-        model: a model in memory, patched or not; or a folder, a Hub id or "reference". No weights are read.
+        model: a model in memory, patched or not; or a folder, a GGUF file, a Hub id or "reference". No
+            weights are read.
         engine: a name that `rope-ext serve-config --help` lists, such as vllm.
         method, factor, target_length, over, context_length, params: as in `patch`. Without a method it is the patch
             that the model carries, else the model as published.
@@ -266,6 +267,10 @@ def serving_config(
         CheckpointError: no such model.
     """
     rules = find_engine(engine).with_plugin() if plugin else find_engine(engine)
+    if isinstance(model, (str, Path)) and is_gguf(model) and rules.file_suffix != ".gguf":
+        raise ServingError(
+            f"{rules.label} is given a folder here, and {short(str(model))!r} is a GGUF file. {way_out(Path(model))}"
+        )
     notes = rules.check_version(engine_version)
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     arguments: dict[str, Any] = {"factor": factor, "target_length": target_length, **params}
