@@ -23,7 +23,6 @@ from rope_ext_hf.errors import CheckpointError, MethodError, entry, one_line, sh
 from rope_ext_hf.files import foreign_errors as foreign_errors
 from rope_ext_hf.files import read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
-from rope_ext_hf.gguf_files import read_file_rope
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
@@ -32,6 +31,7 @@ from rope_ext_hf.patches.gguf_models import (
     GGUF_FILE,
     check_gguf_exists,
     check_no_gguf_folder,
+    file_config,
     is_gguf,
     way_out,
     with_gguf_file,
@@ -312,7 +312,7 @@ def load_tokenizer(
     source, arguments = _locate(name, revision, _ALL_OF_A_TOKENIZER, trust_remote_code=trust_remote_code)
     in_file = GGUF_FILE in arguments
     if in_file:
-        read_file_rope(Path(arguments[GGUF_FILE]))  # an error for a damaged file, which others might read on and on
+        file_config(Path(arguments[GGUF_FILE]))  # an error for a damaged file, which others might read on and on
     else:
         source, arguments = tokenizer_source(source, **arguments)
     folder = Path(source)

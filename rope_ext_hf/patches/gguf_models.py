@@ -7,6 +7,8 @@ model with the file, because the model would otherwise run with another RoPE tha
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -133,8 +135,29 @@ def file_config(file: Path) -> tuple[Any, FileRope]:
             no rope type of transformers is what it states.
     """
     from transformers import AutoConfig
+
+    failure = f"the GGUF file {short(str(file))!r} could not be loaded by transformers"
+    if not file.is_file():
+        raise CheckpointError(f"no such GGUF file: {short(str(file))!r}")
+    status = file.stat()
+    values, rope = _header(str(file), status.st_size, status.st_mtime_ns)
+    with foreign_errors(failure):
+        values = copy.deepcopy(values)
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        _add_rope(config, rope, file)
+    return config, rope
+
+
+@functools.lru_cache(maxsize=4)
+def _header(path: str, size: int, changed: int) -> tuple[dict[str, Any], FileRope]:
+    """Return the values of the config that transformers makes from a GGUF file, and the RoPE that the file states.
+
+    Reading the vocabulary in the header takes seconds, and a command needs the config several times. `size` and
+    `changed` (the time of the last change) tell a file from an earlier one of the same name.
+    """
     from transformers.configuration_utils import PreTrainedConfig
 
+    file = Path(path)
     rope = read_file_rope(file)
     if rope.parts > 1:
         raise CheckpointError(
@@ -144,10 +167,7 @@ def file_config(file: Path) -> tuple[Any, FileRope]:
     with foreign_errors(f"the GGUF file {short(str(file))!r} could not be loaded by transformers"):
         values, _ = PreTrainedConfig.get_config_dict(file.parent, gguf_file=str(file))
         check_stated(values)
-        values = {key: value for key, value in values.items() if key != "_model_name_or_path"}
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
-        _add_rope(config, rope, file)
-    return config, rope
+    return {key: value for key, value in values.items() if key != "_model_name_or_path"}, rope
 
 
 def _add_rope(config: Any, rope: FileRope, file: Path) -> None:
