@@ -326,6 +326,8 @@ def load_tokenizer(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, **arguments
         )
+        if in_file:
+            tokenizer.name_or_path = arguments[GGUF_FILE]
         tokenizer("a")  # a damaged tokenizer may load, and fail at the first text
     return tokenizer
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -212,8 +213,11 @@ def _scaling(rope: FileRope, file: Path) -> dict[str, Any]:
                 }
         elif kind == "linear" and magnitude in (None, 1.0):
             return {"rope_type": "linear", "factor": factor}
-        elif kind == "yarn" and magnitude in (None, 1.0):
-            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        elif kind == "yarn":
+            settings = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+            if magnitude is not None:  # llama.cpp multiplies YaRN's own by it
+                settings["attention_factor"] = float(magnitude) * (1 + 0.1 * math.log(factor))
+            return settings
         elif kind in (None, "none"):
             return {}
     stated = ", ".join(

@@ -214,11 +214,13 @@ def _load_patched(
         auto_class: the class to load with; None: the one that the config names.
         kwargs: arguments of transformers' from_pretrained.
     """
+    path, kwargs = with_gguf_file(path, kwargs)  # the base model of an adapter may be a GGUF file
     check_sizes(config)
     check_regular(Path(path))
     loader = class_to_load(config, auto_class)
     if GGUF_FILE in kwargs:
         model = _load_whole(loader, path, auto_class, {"config": config, **dequantizing(), **kwargs})
+        model.name_or_path = model.config.name_or_path = kwargs[GGUF_FILE]  # by which runs and tokenizers find it again
         name_way_out(model)  # the user may have given another quantization_config
         return model
     if record is None:

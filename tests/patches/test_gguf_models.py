@@ -107,6 +107,16 @@ def test_what_was_loaded_here_is_saved_unpacked(file: Path, model: LlamaForCausa
     torch.testing.assert_close(logits(patched, ids), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_an_adapter_is_loaded_onto_a_file(file: Path, model: LlamaForCausalLM, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    ids = tokens(20) % 250
+    settings = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(rope.from_pretrained(file, "linear", factor=2.0), settings)
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = rope.from_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(logits(loaded, ids), logits(adapted, ids), atol=1e-5, rtol=1e-5)
+
+
 def test_folders_name_their_files(file: Path, model: LlamaForCausalLM) -> None:
     for load in (rope.from_pretrained, load_empty, model_folder):
         with pytest.raises(CheckpointError, match="give the path of the file") as caught:

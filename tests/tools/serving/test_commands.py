@@ -164,11 +164,13 @@ def test_commands_take_a_gguf_file_or_say_what_to_type(tmp_path: Path) -> None:
     ):
         code, _, error = run(*arguments)
         assert code == 0, error
+    (stored,) = (tmp_path / "runs").iterdir()
+    assert run("run", stored)[0] == 0
     for arguments in (
         ("patch", file, *method, "--out", tmp_path / "new"),
         ("serve-config", file, *method, "--engine", "vllm"),
         ("extend", file, "--target-length", 256, "--out", tmp_path / "new"),
-        ("finetune", file, *method, "--data", "stdlib", "--out", tmp_path / "new"),
+        ("finetune", file, *method, "--data", "stdlib", "--steps", 1, "--out", tmp_path / "new"),
         ("card", file),
     ):
         code, _, error = run(*arguments)
