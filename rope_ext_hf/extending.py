@@ -24,6 +24,7 @@ OPEN: dict[str, str] = {
     # files and models
     "rope_ext_hf.files": "read JSON and list model folders safely; write files and folders whole or not at all",
     "rope_ext_hf.hub": "find, read and load configs, models and tokenizers by name; turn foreign errors into ours",
+    "rope_ext_hf.gguf_files": "open GGUF files safely, and read the rotary embedding that they state",
     "rope_ext_hf.checkpoints.reordering:reordered": "run a model with its rotated rows in the other pairing",
     # methods and parts of models
     "rope_ext_hf.methods.registry": "make a method of its name and parameters",
@@ -39,6 +40,7 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.patches.engine_keys:EngineAgreement": "the answer of a check of engines, one of the plug-ins",
     "rope_ext_hf.patches.fingerprint:table_differences": "compare an engine's table of cos and sin with a saved model",
     "rope_ext_hf.patches.folder_copies:unlike_copies": "compare a patched copy of a folder with its source",
+    "rope_ext_hf.patches.gguf_models": "whether a name is that of a GGUF file, and the way out where it cannot be used",
     "rope_ext_hf.patches.patch_records": "a patch, and its record in a config",
     "rope_ext_hf.patches.slot_finding:find_slots": "the rotary modules of a model, and the methods it was loaded with",
     "rope_ext_hf.patches.slots": "the patches that a model in memory carries",

@@ -30,7 +30,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from rope_ext_hf.bounds import advice, limit
-from rope_ext_hf.errors import FileError, printable, short, size_text
+from rope_ext_hf.errors import CheckpointError, FileError, RopeExtError, one_line, printable, short, size_text
 
 __all__ = [
     "PlainLoader",
@@ -265,12 +265,12 @@ def disk_errors(path: Path, advice: str = _RETRY) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        check_full(error, path, advice)
+        _check_full(error, path, advice)
         name = str(error.filename or path)
         raise FileError(f"{name!r} could not be read or written: {error.strerror or error}") from error
 
 
-def check_full(error: OSError, path: Path | None, advice: str = _RETRY) -> None:
+def _check_full(error: OSError, path: Path | None, advice: str = _RETRY) -> None:
     """Raise FileError if an error means a full disk, that of `path`; None means that the path is not known."""
     if path is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         raise FileError(f"a disk is full; {advice}") from error
@@ -492,3 +492,25 @@ def _open_staging(staging: Path, plan: dict[str, Any], resume: bool) -> None:
             shutil.rmtree(path)
         elif path.suffix not in _RESUMABLE_SUFFIXES and path.name != _PLAN_FILE:
             path.unlink()
+
+
+@contextmanager
+def foreign_errors(failure: str) -> Iterator[None]:
+    """Turn every exception that other packages raise in a `with` block into a one-line CheckpointError.
+
+    For code that reads files which others made: readers of configs, tokenizers and weights, and model classes, raise
+    any exception on damaged files. The message begins with `failure`, which says what failed. This package's own
+    exceptions pass through.
+    """
+    try:
+        yield
+    except (RopeExtError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic in Rust code, such as tokenizers, is not an Exception
+        if isinstance(error, OSError):
+            _check_full(error, Path(error.filename) if error.filename else None)
+        reason = one_line(error)
+        # Messages of other types, a KeyError for one, mean little without the name of the type.
+        if str(error) and not isinstance(error, (OSError, ValueError, RuntimeError)):
+            reason = f"{type(error).__name__}: {reason}"
+        raise CheckpointError(f"{failure}: {reason}") from error

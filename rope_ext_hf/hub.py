@@ -1,4 +1,4 @@
-"""Configs, models and tokenizers by name: a local folder, a Hub id, or "reference" for the bundled model.
+"""Configs, models and tokenizers by name: a folder, a GGUF file, a Hub id, or "reference" for the bundled model.
 
     model = load_empty("Qwen/Qwen3-8B")          # on the meta device, patched as its folder records
 
@@ -9,8 +9,8 @@ message is one line.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,23 @@ from huggingface_hub import constants
 from torch import nn
 
 from rope_ext_hf.downloads import download, hub_answers
-from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, entry, one_line, short
-from rope_ext_hf.files import check_full, read_json
+from rope_ext_hf.errors import CheckpointError, MethodError, entry, one_line, short
+from rope_ext_hf.files import foreign_errors as foreign_errors
+from rope_ext_hf.files import read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
 from rope_ext_hf.patches.geometry import check_pairing
+from rope_ext_hf.patches.gguf_models import (
+    GGUF_FILE,
+    check_gguf_exists,
+    check_no_gguf_folder,
+    file_config,
+    is_gguf,
+    way_out,
+    with_gguf_file,
+)
 from rope_ext_hf.patches.loading import empty_model, find_config, from_pretrained, restore_patch
 from rope_ext_hf.reference import folder_of
 
@@ -68,19 +78,24 @@ _FILE_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".json")
 
 
 def model_source(name: str | Path) -> str:
-    """Return the folder or Hub id to give to transformers' `from_pretrained` for the model `name`.
+    """Return the folder, GGUF file or Hub id that the model `name` is in.
 
     Raises:
-        CheckpointError: the name is empty, names a file, or is a path at which there is no folder.
+        CheckpointError: the name is empty, names another file, is a path at which there is nothing, or is that of a
+            folder which holds GGUF files instead of a config.
     """
     source = str(folder_of(name))
     if not source:
         raise CheckpointError("an empty name is not a model; give a folder, a Hub id or 'reference'")
     path = Path(source).expanduser()
     if _is_folder(path):
+        check_no_gguf_folder(path)
+        return str(path)
+    if is_gguf(path):
+        check_gguf_exists(path)
         return str(path)
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source:
-        hint = "; it is a file, give the folder it is in" if _exists(path) else ""
+        hint = "; it is a file, give the folder it is in, or a GGUF file" if _exists(path) else ""
         raise CheckpointError(f"no such model folder: {short(source)!r}{hint}")
     if _exists(path):
         raise CheckpointError(f"{short(source)!r} is a file; give the folder of the model, which holds its config")
@@ -96,14 +111,16 @@ def model_folder(name: str | Path, *, revision: str | None = None, weights: bool
     """Return the local folder of a model; a Hub repository is downloaded first.
 
     Args:
-        name: a folder, a Hub id, or "reference" for the bundled model.
+        name: a folder, a GGUF file, a Hub id, or "reference" for the bundled model.
         revision: branch, tag or commit on the Hub.
         weights: whether the weights are needed; if not, the config and files beside it are downloaded.
 
     Raises:
-        CheckpointError: there is no such model, or it cannot be downloaded.
+        CheckpointError: there is no such model, it cannot be downloaded, or it is a GGUF file.
     """
     source = model_source(name)
+    if is_gguf(source):
+        raise CheckpointError(f"{source!r} is a GGUF file, and a folder is needed here. {way_out(Path(source))}")
     if _is_folder(Path(source)):
         return Path(source)
     return download(source, revision, weights=True) if weights else download(source, revision, patterns=_CONFIG_FILES)
@@ -117,8 +134,9 @@ def folder_and_hub_id(name: str | Path, *, revision: str | None = None) -> tuple
 
 
 def model_commit(name: str | Path, *, revision: str | None = None) -> str | None:
-    """Return the commit on the Hub that a branch, tag or commit id names; None if `name` is a local folder."""
-    if _is_folder(Path(model_source(name))):
+    """Return the commit on the Hub that a branch, tag or commit id names; None if `name` is a local folder or file."""
+    source = model_source(name)
+    if is_gguf(source) or _is_folder(Path(source)):
         return None
     return model_folder(name, revision=revision, weights=False).name
 
@@ -136,7 +154,7 @@ def _locate(
     The files of a Hub repository are downloaded first; for an adapter, those of its base model as well.
 
     Args:
-        name: a folder, a Hub id, or "reference" for the bundled model.
+        name: a folder, a GGUF file, a Hub id, or "reference" for the bundled model.
         revision: branch, tag or commit on the Hub.
         patterns: patterns of the files that are needed.
         trust_remote_code: whether code that comes with the model may run. It may lie in further repositories, so that
@@ -155,6 +173,9 @@ def _locate(
         return arguments
 
     source = model_source(name)
+    if is_gguf(source):
+        folder, of_file = with_gguf_file(source, {})
+        return str(folder), of_file
     arguments = download_arguments(source, revision)
     adapter = find_adapter(source, **arguments)
     if adapter is None:
@@ -182,7 +203,7 @@ def read_config(
     For an adapter they are the config of its base model and the record of the patch that it was trained under.
 
     Args:
-        name: a folder, a Hub id, or "reference" for the bundled model.
+        name: a folder, a GGUF file, a Hub id, or "reference" for the bundled model.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether Python code that comes with the model may run.
 
@@ -220,8 +241,8 @@ def load_model(
     """Return a model with its weights, patched as its folder records, in evaluation mode.
 
     Args:
-        name: a folder, a Hub id, or "reference" for the bundled model. An adapter is loaded onto its base model, as a
-            `peft.PeftModel`.
+        name: a folder, a GGUF file, a Hub id, or "reference" for the bundled model. An adapter is loaded onto its base
+            model, as a `peft.PeftModel`.
         dtype: the dtype of the weights, as torch has it or by its name; "auto": as they are saved.
         device: the name of a device; "auto": the GPU if there is one, else the CPU.
         device_map: a device map of transformers, which is used instead of `device`.
@@ -252,6 +273,8 @@ def model_by_name(model: PreTrainedModel | str | Path) -> PreTrainedModel:
 
 def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
     """Return whether a folder or Hub id holds an adapter of PEFT instead of a model."""
+    if is_gguf(model_source(name)):
+        return False
     source = model_source(name)
     if _is_folder(Path(source)):  # whose base model need not be here
         return find_adapter(source) is not None
@@ -309,9 +332,13 @@ def load_tokenizer(
             "this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=..."
         )
     source, arguments = _locate(name, revision, _ALL_OF_A_TOKENIZER, trust_remote_code=trust_remote_code)
-    source, arguments = tokenizer_source(source, **arguments)
+    in_file = GGUF_FILE in arguments
+    if in_file:
+        file_config(Path(arguments[GGUF_FILE]))  # an error for a damaged file, which others might read on and on
+    else:
+        source, arguments = tokenizer_source(source, **arguments)
     folder = Path(source)
-    if _is_folder(folder) and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+    if not in_file and _is_folder(folder) and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise CheckpointError(
             f"there is no tokenizer in {str(folder)!r}; copy tokenizer.json and tokenizer_config.json there from the "
             "model it was made from"
@@ -321,6 +348,8 @@ def load_tokenizer(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, **arguments
         )
+        if in_file:
+            tokenizer.name_or_path = arguments[GGUF_FILE]
         tokenizer("a")  # a damaged tokenizer may load, and fail at the first text
     return tokenizer
 
@@ -391,28 +420,6 @@ def tokens_before(whole: Sequence[int], text: Sequence[int]) -> tuple[int, ...] 
         if text and [*whole[start : start + len(text)]] == [*text]:
             return tuple(whole[:start])
     return None
-
-
-@contextmanager
-def foreign_errors(failure: str) -> Iterator[None]:
-    """Turn every exception that other packages raise in a `with` block into a one-line CheckpointError.
-
-    For code that reads files which others made: readers of configs, tokenizers and weights, and model classes, raise
-    any exception on damaged files. The message begins with `failure`, which says what failed. This package's own
-    exceptions pass through.
-    """
-    try:
-        yield
-    except (RopeExtError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:  # a panic in Rust code, such as tokenizers, is not an Exception
-        if isinstance(error, OSError):
-            check_full(error, Path(error.filename) if error.filename else None)
-        reason = one_line(error)
-        # Messages of other types, a KeyError for one, mean little without the name of the type.
-        if str(error) and not isinstance(error, (OSError, ValueError, RuntimeError)):
-            reason = f"{type(error).__name__}: {reason}"
-        raise CheckpointError(f"{failure}: {reason}") from error
 
 
 def loading(subject: str) -> AbstractContextManager[None]:

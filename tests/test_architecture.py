@@ -26,7 +26,7 @@ FLOORS = (
     ("errors", "extending", "lazy", "reference"),
     ("bounds", "foreign_logs", "installing", "plug_ins", "terminal"),
     ("files", "questions"),
-    ("downloads", "method_choice"),
+    ("downloads", "gguf_files", "method_choice"),
     ("methods",),
     ("rotary",),
     ("attention",),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rope_ext_hf.bounds import whole
 from rope_ext_hf.checkpoints.detection import detect_in_consumers
+from rope_ext_hf.checkpoints.gguf_import import GGUFImport
 from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport
 from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.query_key_weights import weights_from_source
@@ -35,13 +36,14 @@ from rope_ext_hf.checkpoints.weight_files import (
     tensor_bytes,
     write_safetensors,
 )
-from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import atomic_file, check_destination, copy_mode, copy_range, read_json, write_json
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, with_pairing
+from rope_ext_hf.patches.gguf_models import is_gguf
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.rotary.pairing import PAIRINGS, other_pairing
 
@@ -57,6 +59,7 @@ def convert_checkpoint(
     verify: bool = False,
     model_parallel: int = 1,
     context_length: int | None = None,
+    dequantize: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -66,8 +69,8 @@ def convert_checkpoint(
     Tensors keep every bit; only the order of rows changes. Converting back gives the source's bytes again.
 
     Args:
-        src: a folder or Hub id with safetensors or .bin files, sharded or not; a model or an adapter (LoRA, DoRA); or a
-            Llama in Meta's format (params.json).
+        src: a folder or Hub id with safetensors or .bin files, sharded or not; a model or an adapter (LoRA, DoRA); a
+            Llama in Meta's format (params.json); or a GGUF file.
         dst: the new folder. All other files of the source are copied, except for weights in further formats.
         to: "half", "interleaved", or "meta" for a Llama in Meta's format.
         source_pairing: the pairing of the weights now; default: the config's `rope_pairing`, else the one that the
@@ -80,6 +83,8 @@ def convert_checkpoint(
         model_parallel: the number of parts to write, for "meta".
         context_length: the length in tokens that a source in Meta's format is for. Default: max_seq_len of its
             params.json, else that of the released model with its sizes, else a guess, with a warning.
+        dequantize: the dtype in which the weights of a GGUF file are written: "bfloat16", "float16" or "float32", which
+            alone is exact. The model is in memory meanwhile, in that dtype.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: as in transformers.
         progress: called with the bytes written so far and all bytes.
@@ -99,6 +104,22 @@ def convert_checkpoint(
     if source_pairing not in (None, *PAIRINGS):
         raise CheckpointError(f"source_pairing must be one of {', '.join(PAIRINGS)}, got {source_pairing!r}")
     check_destination(dst)  # before anything is downloaded
+    if is_gguf(src):
+        if source_pairing is not None or force:
+            raise CheckpointError(
+                f"{str(src)!r} is a GGUF file, whose rows transformers puts into the order that its class rotates; "
+                "leave out the source pairing (--from) and force (--force)"
+            )
+        if dequantize is None:
+            line = command_line("convert", src, dst, to="half", dequantize="bfloat16")
+            raise CheckpointError(
+                f"{short(str(src))!r} is a GGUF file, whose weights are unpacked in a folder of safetensors, and take "
+                f"several times the space; to do so: `{line}` (float32 is exact, and takes twice the space)"
+            )
+        gguf = GGUFImport(Path(src).expanduser(), dst, to, dequantize=dequantize)
+        return gguf.run(resume=resume, verify=verify, progress=progress)
+    if dequantize is not None:
+        raise CheckpointError(f"dequantize is for GGUF files, and {short(str(src))!r} is none; leave it out")
     source = open_checkpoint(src, revision=revision, trust_remote_code=trust_remote_code)
     if isinstance(source, MetaSource):
         if to == "meta":

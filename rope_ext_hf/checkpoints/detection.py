@@ -23,6 +23,8 @@ from rope_ext_hf.checkpoints.query_key_weights import RotatedWeights, weights_fr
 from rope_ext_hf.checkpoints.sampling import evenly_spaced
 from rope_ext_hf.checkpoints.text_losses import compare_losses
 from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.hub import load_model, load_tokenizer
+from rope_ext_hf.patches.gguf_models import is_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +47,8 @@ def detect_pairing(
     Packed weights and adapters alone stay undecided, and so does a model that has learned next to nothing.
 
     Args:
-        path_or_model: a folder or Hub id (safetensors or .bin, read a tensor at a time; Meta's format too), or a loaded
-            model, patched or under PEFT or not.
+        path_or_model: a folder or Hub id (safetensors or .bin, read a tensor at a time; Meta's format too), a GGUF file
+            (which transformers loads, with its rows in their order), or a loaded model, patched or under PEFT or not.
         text: a few thousand tokens of text like that which the model was trained on: the losses under both pairings are
             compared as well. A folder's model is loaded for that; a loaded model has its weights reordered meanwhile
             and put back, bit for bit, with any adapter that it has.
@@ -62,6 +64,10 @@ def detect_pairing(
     """
     if isinstance(path_or_model, nn.Module):
         weights = weights_from_model(path_or_model)
+    elif is_gguf(path_or_model):
+        weights = replace(weights_from_model(load_model(path_or_model, dtype="float32")), path=str(path_or_model))
+        if text is not None and tokenizer is None:
+            tokenizer = load_tokenizer(path_or_model)
     else:
         source = open_checkpoint(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
         weights = weights_from_source(source, str(path_or_model), trust_remote_code=trust_remote_code)

@@ -20,7 +20,7 @@ class ConversionReport(Report):
 
     Attributes:
         path: the new folder.
-        source, to: the pairings before and after; "meta": Meta's own format, which is interleaved.
+        source, to: the pairings before and after; "meta": Meta's own format, which is interleaved; "gguf": a GGUF file.
         converted: the number of tensors whose rows were reordered.
         tensors: the number of all tensors.
         bytes: the size of the weights.
@@ -45,9 +45,12 @@ class ConversionReport(Report):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        done = f"{self.converted:,} of {self.tensors:,} reordered"
+        if self.source == "gguf":
+            done = f"{self.tensors:,} unpacked"
         lines = [
             f"{self.path}: {self.source} -> {self.to}",
-            f"  tensors          {self.converted:,} of {self.tensors:,} reordered; {size_text(self.bytes)} written",
+            f"  tensors          {done}; {size_text(self.bytes)} written",
         ]
         skipped = f"{', '.join(self.skipped_files)}: weights in another format" if self.skipped_files else ""
         rows = [("source", self.source_pairing), ("verified", self.verified), ("not copied", skipped)]

@@ -15,6 +15,7 @@ from rope_ext_hf.checkpoints.reordering import reordered
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
 from rope_ext_hf.hub import leading_tokens, load_tokenizer
 from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.gguf_models import gguf_path
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.patches.slots import patched_slots
 from rope_ext_hf.patches.temporary import evaluating
@@ -45,7 +46,7 @@ def compare_losses(weights: RotatedWeights, text: str, tokenizer: PreTrainedToke
         raise UnsupportedModelError(f"the family table has no pairing for {weights.tensors.model_type!r}")
     if tokenizer is None:
         try:
-            tokenizer = load_tokenizer(model.name_or_path)
+            tokenizer = load_tokenizer(gguf_path(model) or model.name_or_path)
         except CheckpointError as missing:
             raise CorpusError(
                 f"no tokenizer for the text beside {weights.path!r}; give one (tokenizer=...)"

@@ -91,8 +91,11 @@ def described(empty: PreTrainedModel, name: str, source: SourceOptions) -> Descr
     from rope_ext_hf.patches.adapters import SAVE_ROUTE
     from rope_ext_hf.patches.config_keys import text_settings, unread_settings
     from rope_ext_hf.patches.describing import describe as describe_model
+    from rope_ext_hf.patches.gguf_models import is_gguf, way_out
 
     description = describe_model(empty)
+    if is_gguf(name):
+        return replace(description, save_route=f"not as it is: {way_out(Path(name))}")
     config = model_folder(name, revision=source.revision, weights=False) / "config.json"
     if config.is_file():  # the folder of an adapter has none
         note = unread_settings(text_settings(read_json(config)))

@@ -170,7 +170,9 @@ def patch(
 
 @command("Convert a checkpoint", interrupted="the same command with --resume continues")
 def convert(
-    source_folder: Annotated[str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format too.")],
+    source_folder: Annotated[
+        str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format and GGUF too.")
+    ],
     new_folder: Annotated[Path, typer.Argument(metavar="DST", help="The converted folder; must not exist yet.")],
     source: SourceOptions,
     to: str = argument(MISSING, "The pairing to write: half, interleaved, or meta (Meta's own format)."),
@@ -187,6 +189,12 @@ def convert(
     model_parallel: int = argument(1, "Number of files to write with --to meta: consolidated.00.pth, ...", least=1),
     context_length: str | None = argument(
         None, "The context length of weights in Meta's format. Default: by the size of the model.", metavar="TOKENS"
+    ),
+    dequantize: str | None = argument(
+        None,
+        "Unpack a GGUF file into this dtype: bfloat16, float16, or float32, which is exact. Takes the memory of the "
+        "model in it.",
+        metavar="DTYPE",
     ),
     as_json: Json = False,
 ) -> None:
@@ -212,6 +220,7 @@ def convert(
             verify=verify,
             model_parallel=model_parallel,
             context_length=parse_length(context_length),
+            dequantize=dequantize,
             **source.version,
             progress=bar.set,
         )

@@ -30,7 +30,8 @@ C = TypeVar("C", bound=Callable[..., Any])
 Model = Annotated[
     str,
     typer.Argument(
-        help="A folder or Hub id, of a model or a PEFT adapter, or 'reference': the model bundled with this package."
+        help="A folder or Hub id, of a model or a PEFT adapter; a GGUF file; or 'reference': the model bundled with "
+        "this package."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

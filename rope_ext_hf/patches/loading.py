@@ -11,7 +11,7 @@ import torch
 
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.downloads import only_cached
-from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, one_line, short
+from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, UnsupportedModelError, one_line, short
 from rope_ext_hf.files import check_regular
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
@@ -21,8 +21,16 @@ from rope_ext_hf.patches.applying import patch_as_planned, replay
 from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated
-from rope_ext_hf.patches.fingerprint import check_recorded
+from rope_ext_hf.patches.fingerprint import check_recorded, fingerprint_of
 from rope_ext_hf.patches.generation_length import restore_generation_length
+from rope_ext_hf.patches.gguf_models import (
+    GGUF_FILE,
+    check_rotation,
+    dequantizing,
+    file_config,
+    name_way_out,
+    with_gguf_file,
+)
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.loading_code import without_loading_code
 from rope_ext_hf.patches.patch_records import PATCH_KEY, SAVED_KEYS, original_settings, saved_specs, written_keys
@@ -36,7 +44,7 @@ if TYPE_CHECKING:
 _LOADING_ARGUMENTS = frozenset({"dtype", "torch_dtype"})
 """Arguments of transformers' from_pretrained that are attributes of a config too, but with other values: only the
 argument may be "auto"."""
-_HUB_ARGUMENTS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
+_HUB_ARGUMENTS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code", GGUF_FILE)
 _ADAPTER_ARGUMENTS = ("adapter_name", "is_trainable")
 
 
@@ -44,8 +52,8 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     """Return the config of a model before the patch that its folder records, and the record of that patch or None.
 
     Args:
-        path: a local folder or a Hub id.
-        **kwargs: arguments of transformers' from_pretrained for configs (revision, subfolder, ...).
+        path: a local folder, a GGUF file or a Hub id.
+        **kwargs: arguments of transformers' from_pretrained for configs (revision, subfolder, gguf_file, ...).
 
     Raises:
         CheckpointError: there is no such folder or config, or a number, the record or the rope settings in it are
@@ -54,6 +62,9 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     from transformers import AutoConfig
     from transformers.configuration_utils import PreTrainedConfig
 
+    path, kwargs = with_gguf_file(path, kwargs)
+    if GGUF_FILE in kwargs:
+        return _gguf_config(Path(kwargs[GGUF_FILE])), None
     name = str(path)
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if is_path and not Path(name).expanduser().is_dir():
@@ -76,6 +87,17 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     return AutoConfig.for_model(before.pop("model_type"), **before), record
 
 
+def _gguf_config(file: Path) -> Any:
+    """Return the config of the model in a GGUF file, after a comparison of its RoPE with the one that the file states.
+
+    The errors are those of `load_config`.
+    """
+    config, rope = file_config(file)
+    with suppress(UnsupportedModelError):  # a model without rotary modules
+        check_rotation(fingerprint_of(empty_model(config)), rope, file)
+    return config
+
+
 def _before_patch(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a config that records a patch, as they were before it."""
     restored = original_settings(config) or {}
@@ -90,7 +112,8 @@ def find_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     For an adapter the config is that of its base model, and the record that of the patch it was trained under; if the
     adapter has none, that of the base model. The arguments and the errors are those of `load_config`.
     """
-    adapter = find_adapter(path, **kwargs)
+    path, kwargs = with_gguf_file(path, kwargs)
+    adapter = None if GGUF_FILE in kwargs else find_adapter(path, **kwargs)
     if adapter is None:
         return *load_config(path, **kwargs), None
     kwargs = adapter.for_base(kwargs)
@@ -125,15 +148,16 @@ def from_pretrained(
     model is patched first as the adapter's folder records.
 
     Args:
-        path: a local folder, a Hub id, or "reference" for the bundled model.
+        path: a local folder, a Hub id, a GGUF file, or "reference" for the bundled model. The weights of a GGUF file
+            are unpacked, so that the model takes the memory of its dtype.
         method: a method to patch the model with, by name or as an object. It replaces the patch that is saved in the
             folder, unless `over` says "patched".
         auto_class: the class of transformers to load with, for example "AutoModel". The default is the class that the
             config names under `architectures`, and AutoModelForCausalLM if it names none; for an adapter it is the
             class that the adapter's task needs.
         factor, target_length, over, context_length, layers, native: as `rope_ext_hf.patch` takes them.
-        **kwargs: arguments of transformers' `from_pretrained` (dtype, device_map, revision, ...), for an adapter also
-            `is_trainable` and `adapter_name` of PEFT, and parameters of the method.
+        **kwargs: arguments of transformers' `from_pretrained` (dtype, device_map, revision, gguf_file, ...), for an
+            adapter also `is_trainable` and `adapter_name` of PEFT, and parameters of the method.
 
     Returns:
         The model, as transformers or PEFT returns it.
@@ -146,7 +170,7 @@ def from_pretrained(
             model is missing or not the right one.
         FingerprintError: the loaded model rotates differently from the model that was saved; the message says how.
     """
-    path = folder_of(path)
+    path, kwargs = with_gguf_file(folder_of(path), kwargs)
     arguments: dict[str, Any] = {"factor": factor, "target_length": target_length, "over": over, "native": native}
     arguments |= {"context_length": context_length, "layers": layers}
     params, kwargs = split_parameters(method, kwargs)
@@ -190,9 +214,15 @@ def _load_patched(
         auto_class: the class to load with; None: the one that the config names.
         kwargs: arguments of transformers' from_pretrained.
     """
+    path, kwargs = with_gguf_file(path, kwargs)  # the base model of an adapter may be a GGUF file
     check_sizes(config)
     check_regular(Path(path))
     loader = class_to_load(config, auto_class)
+    if GGUF_FILE in kwargs:
+        model = _load_whole(loader, path, auto_class, {"config": config, **dequantizing(), **kwargs})
+        model.name_or_path = model.config.name_or_path = kwargs[GGUF_FILE]  # by which runs and tokenizers find it again
+        name_way_out(model)  # the user may have given another quantization_config
+        return model
     if record is None:
         return _load_whole(loader, path, auto_class, kwargs)
     usual = {own: key for key, own in own_keys(config.model_type).items()}

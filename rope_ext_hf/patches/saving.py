@@ -20,6 +20,7 @@ from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.fingerprint import fingerprint_record
+from rope_ext_hf.patches.gguf_models import name_way_out
 from rope_ext_hf.patches.patch_records import PATCH_KEY
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
@@ -108,6 +109,7 @@ def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
     listing = modules_with_adapters(model)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
+            name_way_out(module)
             slot.hooks.append(_RewritingSave(module))
         if isinstance(module, PreTrainedModel) or module in listing:
             slot.hooks.append(module.register_state_dict_pre_hook(_before_state_dict))  # type: ignore[no-untyped-call]

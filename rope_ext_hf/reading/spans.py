@@ -13,6 +13,7 @@ from torch import Tensor
 from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import CorpusError, MethodError, warn_caller
 from rope_ext_hf.hub import leading_tokens, load_tokenizer
+from rope_ext_hf.patches.gguf_models import gguf_path
 from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Corpus, Document, Tokens, token_ids, utf8_bytes
@@ -445,7 +446,7 @@ def own_tokenizer(model: PreTrainedModel, *, needed: bool) -> PreTrainedTokenize
     None: the model has no folder, and no tokenizer is `needed`.
     """
     if model.name_or_path:
-        return load_tokenizer(model.name_or_path)
+        return load_tokenizer(gguf_path(model) or model.name_or_path)
     if needed:
         raise CorpusError("this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=...")
     return None

@@ -30,7 +30,7 @@ BLOCK_BYTES = 2**22  # the bytes that a thread reads at a time, and copies to ma
 
 _NOT_IN_CONFIGS = frozenset(
     # where it came from
-    {"_name_or_path", "_commit_hash", "_auto_class", "auto_map", "transformers_version", "architectures"}
+    {"_name_or_path", "_commit_hash", "_auto_class", "auto_map", "transformers_version", "architectures", "gguf_file"}
     # covered by the tensors, each with its dtype, and by the modules, each with its class
     | {"dtype", "torch_dtype", "_post_init_done"}
 )
@@ -131,7 +131,7 @@ def _configs(model: nn.Module) -> list[dict[str, Any]]:
         if isinstance(value, (list, tuple)):
             return [inner(item) for item in value]
         if hasattr(value, "to_dict"):  # the config of a quantisation
-            return value.to_dict()
+            return {key: inner(item) for key, item in value.to_dict().items() if key not in _NOT_IN_CONFIGS}
         return value
 
     distinct: list[dict[str, Any]] = []  # equal configs count once, however many modules have one

@@ -15,6 +15,7 @@ from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.patches.folder_copies import unlike_copies
+from rope_ext_hf.patches.gguf_models import is_gguf, way_out
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.measures import Evidence, perplexity_text
@@ -196,9 +197,11 @@ def plan_extension(
         trust_remote_code: whether the Python code that comes with the model may run.
 
     Raises:
-        MethodError: the model needs no extension, carries a patch already, or no method is known to help.
+        MethodError: the model is a GGUF file, needs no extension or carries a patch, or no method is known to help.
         ServingError: the engine serves no such method, or the length does not fit on the GPUs.
     """
+    if is_gguf(model):
+        raise MethodError(f"{model!r} is a GGUF file, and a folder is extended here. {way_out(Path(model))}")
     target_length, underneath = question.target_length, question.underneath
     engine = find_engine(question.engine)
     loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}

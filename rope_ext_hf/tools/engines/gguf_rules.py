@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from rope_ext_hf.errors import ServingError, short
+from rope_ext_hf.gguf_files import FileRope
 from rope_ext_hf.patches.config_keys import Config, needed, rope_settings, rotated_dims, text_settings, yarn_magnitude
 from rope_ext_hf.tools.engines.base import NotCheckedError, engine_table
 from rope_ext_hf.tools.engines.formulas import alpha_theta, linear, llama3, longrope_magnitude, plain, yarn
@@ -66,17 +66,6 @@ _KNOWN = frozenset(
     | {"rope.scaling.finetuned", *_FACTORS, _ALPHA, _ORIGINAL, LOG_MULTIPLIER, *UNREAD, *OF_SLIDING_LAYERS}
 )
 """The rope keys that llama.cpp knows: LLM_KV_NAMES in src/llama-arch.cpp."""
-
-
-@dataclass(frozen=True)
-class FileRope:
-    """The rotary embedding that a GGUF file describes."""
-
-    architecture: str
-    dim: int  # rotated dims per head
-    keys: dict[str, Any]  # metadata without the architecture in front: "rope.freq_base", "rope.scaling.type", ...
-    tensors: dict[str, tuple[float, ...]] = field(default_factory=dict)  # divisors of the frequencies, by tensor name
-    head_dim: int | None = None  # dims per head; None: the file does not state them
 
 
 def converted(config: Config) -> FileRope:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
 from rope_ext_hf.files import mistral_format_files, read_json
+from rope_ext_hf.gguf_files import read_file_rope
 from rope_ext_hf.hub import foreign_errors, model_folder
 from rope_ext_hf.patches.class_rotary import ClassRotary, check_described
 from rope_ext_hf.patches.config_keys import rope_settings, text_settings, unread_settings
@@ -26,7 +27,6 @@ from rope_ext_hf.tools.engines.gguf_rules import ARCHITECTURES, OF_SLIDING_LAYER
 from rope_ext_hf.tools.engines.keys import Computed, length_setting
 from rope_ext_hf.tools.engines.vllm import HF_FORMAT, of_mistral_params
 from rope_ext_hf.tools.serving.configs import refuse_adapter
-from rope_ext_hf.tools.serving.gguf_files import read_file_rope
 
 
 @dataclass(frozen=True)

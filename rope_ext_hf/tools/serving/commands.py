@@ -50,19 +50,21 @@ def gguf(
     out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The copy; must not exist yet.")],
     methods: PatchChoice,
     source: SourceOptions,
-    model: str = argument(MISSING, "The folder or Hub id that the file was made from.", metavar="MODEL"),
+    model: str | None = argument(
+        None, "The folder or Hub id that the file was made from. Default: the file itself.", metavar="MODEL"
+    ),
     as_json: Json = False,
 ) -> None:
     """Write a copy of a GGUF file with a method.
 
     The metadata and the tensors of divisors change; weights are copied as they are.
 
-    Example: `rope-ext gguf model.gguf model-yarn.gguf --model reference --method yarn --factor 4`
+    Example: `rope-ext gguf model.gguf model-yarn.gguf --method yarn --factor 4`
     """
     from rope_ext_hf.tools.serving.gguf_files import rewrite
 
     methods.check_single()
-    config = _configure(model, methods, source, "gguf", None)
+    config = _configure(str(file) if model is None else model, methods, source, "gguf", None)
     rewrite(file, out, config)
     print_text(json_text(config.to_dict() | {"out": str(out)}) if as_json else f"{config}\n# written to {out}")
 

@@ -25,6 +25,7 @@ from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods, registered_name
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config_model import ConfigModel
+from rope_ext_hf.patches.gguf_models import is_gguf, way_out
 from rope_ext_hf.patches.patch_records import SAVED_KEYS, PatchSpec
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.memory import cached_bytes
@@ -96,8 +97,10 @@ def open_model(
             whole=lambda: model,
             mistral_format=Path(name, "params.json").is_file(),
         )
-    folder = model_folder(model, revision=revision, weights=False)
-    refuse_adapter(model, folder)
+    folder = None
+    if not is_gguf(model):
+        folder = model_folder(model, revision=revision, weights=False)
+        refuse_adapter(model, folder)
     whole, record = read_config(model, revision=revision, trust_remote_code=trust_remote_code)
     with foreign_errors(f"the config of {str(model)!r} could not be read"):
         text = whole.get_text_config()
@@ -108,7 +111,7 @@ def open_model(
             composite=text is not whole,
             whole=partial(load_empty, model, revision=revision, trust_remote_code=trust_remote_code),
             given_name=str(model),
-            mistral_format=(folder / "params.json").is_file(),
+            mistral_format=folder is not None and (folder / "params.json").is_file(),
         )
 
 
@@ -248,8 +251,8 @@ def serving_config(
     frequencies and magnitude agree with the method's to 1e-6.
 
     Args:
-        model: a model in memory, patched or not; or a folder, a Hub id, or "reference" for the bundled model. No
-            weights are read.
+        model: a model in memory, patched or not; or a folder, a GGUF file, a Hub id, or "reference" for the
+            bundled model. No weights are read.
         engine: a name that `rope-ext serve-config --help` lists, such as vllm.
         method, factor, target_length, over, context_length, params: as in `patch`. Without a method it is the patch
             that the model carries, else the model as published.
@@ -265,6 +268,10 @@ def serving_config(
         CheckpointError: no such model.
     """
     rules = find_engine(engine).with_plugin() if plugin else find_engine(engine)
+    if isinstance(model, (str, Path)) and is_gguf(model) and rules.file_suffix != ".gguf":
+        raise ServingError(
+            f"{rules.label} is given a folder here, and {short(str(model))!r} is a GGUF file. {way_out(Path(model))}"
+        )
     notes = rules.check_version(engine_version)
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     arguments: dict[str, Any] = {"factor": factor, "target_length": target_length, **params}

@@ -28,6 +28,7 @@ from rope_ext_hf.files import disk_errors, json_text, write_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.patches.describing import describe
+from rope_ext_hf.patches.gguf_models import is_gguf, way_out
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Tokens, corpus_name
@@ -173,9 +174,13 @@ def training_material(question: Finetuning) -> TrainingMaterial:
     """Read and check everything that a fine-tuning needs besides weights.
 
     Raises:
-        MethodError: the model is an adapter, or the method states no length to extend to.
+        MethodError: the model is an adapter or a GGUF file, or the method states no length to extend to.
         CorpusError: the text is shorter than one row.
     """
+    if is_gguf(question.model):
+        raise MethodError(
+            f"{question.model!r} is a GGUF file, whose weights cannot be trained. {way_out(Path(question.model))}"
+        )
     if is_adapter(question.model, revision=question.revision):
         raise MethodError(f"{question.model!r} is an adapter; merge it into its model first, and train that")
     described = describe(patch(load_empty(question.model, **question.source), **question.arguments_of_patch))

@@ -16,6 +16,7 @@ from rope_ext_hf import Rotary
 from rope_ext_hf.reference import path
 from rope_ext_hf.tools.engines.base import list_engines
 from tests.support.commands import run, run_json
+from tests.support.gguf_models import write_llama
 from tests.support.oracles import by_dimension, llama3, plain, yarn_attention_factor
 from tests.tools.support.model_servers import serving
 
@@ -145,3 +146,34 @@ def test_extend_says_what_it_takes_before_it_asks(tmp_path: Path) -> None:
     time, question = err.index("reads    13k tokens, unpatched and patched: about "), err.index("nobody can be asked")
     assert time < question
     assert not (tmp_path / "new").exists()
+
+
+def test_commands_take_a_gguf_file_or_say_what_to_type(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    file = tmp_path / "small.gguf"
+    write_llama(file)
+    method = ("--method", "yarn", "--factor", 2)
+    for arguments in (
+        ("describe", file, *method),
+        ("detect", file),
+        ("serve-config", file, *method, "--engine", "gguf"),
+        ("gguf", file, tmp_path / "out.gguf", *method),
+        ("audit", tmp_path / "out.gguf"),
+        ("ppl", file, "--lengths", "32,64", "--max-spans", 2, "--data", "stdlib", "--out", tmp_path / "runs", *method),
+        ("convert", file, tmp_path / "folder", "--to", "half", "--dequantize", "bfloat16"),
+    ):
+        code, _, error = run(*arguments)
+        assert code == 0, error
+    (stored,) = (tmp_path / "runs").iterdir()
+    assert run("run", stored)[0] == 0
+    for arguments in (
+        ("patch", file, *method, "--out", tmp_path / "new"),
+        ("serve-config", file, *method, "--engine", "vllm"),
+        ("extend", file, "--target-length", 256, "--out", tmp_path / "new"),
+        ("finetune", file, *method, "--data", "stdlib", "--steps", 1, "--out", tmp_path / "new"),
+        ("card", file),
+    ):
+        code, _, error = run(*arguments)
+        assert code == 2
+        assert "`rope-ext gguf" in error, error
+        assert f"`rope-ext convert {file} FOLDER --to half --dequantize bfloat16`" in error

@@ -9,12 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, FileError, ServingError
+from rope_ext_hf.gguf_files import read_file_rope
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.engines.base import find_engine
+from rope_ext_hf.tools.engines.formulas import llama3, plain
 from rope_ext_hf.tools.engines.gguf_rules import file_computes
 from rope_ext_hf.tools.serving.configs import make_target
-from rope_ext_hf.tools.serving.gguf_files import read_file_rope, rewrite
+from rope_ext_hf.tools.serving.gguf_files import rewrite
+from tests.support.commands import run
+from tests.support.gguf_models import LENGTH, write_llama
 from tests.support.wrapped_text import unwrapped
 from tests.tools.support.serving_models import served_model
 
@@ -67,6 +72,29 @@ def test_a_rewritten_file_computes_what_was_measured(source: Path, tmp_path: Pat
     assert "rope_freqs.weight" not in restored.tensors
     with pytest.raises(FileError, match="exists"):
         rewrite(source, out, plain)
+
+
+@pytest.mark.parametrize("method", ["linear", "ntk", "yarn", "by-parts", "llama3"])
+def test_a_rewritten_file_loads_with_what_it_computes(method: str, tmp_path: Path) -> None:
+    """transformers alone reads no scaling from a GGUF file, and loads the model without it."""
+    source, out = tmp_path / "small.gguf", tmp_path / "out.gguf"
+    write_llama(source)
+    assert run("gguf", source, out, "--method", method, "--factor", 4)[0] == 0
+    file = read_file_rope(out)
+    computed = file_computes(file, 4 * LENGTH)
+    layer = rope.fingerprint(out).layers["all"]
+    np.testing.assert_allclose(layer.inv_freq, computed.inv_freq, rtol=2e-5)
+    assert layer.attention_factor == pytest.approx(computed.attention_factor, rel=1e-6)
+    assert rope.from_pretrained(out).config.max_position_embeddings == 4 * LENGTH
+
+
+def test_a_file_of_llama_3_loads_with_its_scaling(tmp_path: Path) -> None:
+    config = {"rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 8192}
+    divisors = np.asarray(plain(5e5, 16)) / llama3(5e5, 16, 32.0, 8192, 1.0, 4.0)
+    keys = {"rope.freq_base": 5e5, "context_length": 131072}
+    write_llama(tmp_path / "small.gguf", keys=keys, tensors={"rope_freqs.weight": divisors.tolist()})
+    described = rope.describe(rope.from_pretrained(tmp_path / "small.gguf"))
+    assert (described.method, described.params["factor"]) == ("llama3", config["factor"])
 
 
 @pytest.mark.parametrize(("architecture", "run"), [("llama", True), ("qwen35", True), ("llama4", False)])
