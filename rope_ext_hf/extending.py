@@ -117,7 +117,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "rope_ext_hf.questions": ("Question", "anything", "argument", "command_line", "forward", "several"),
     "rope_ext_hf.reading.cache_size": ("cached_bytes", "cached_layers"),
     "rope_ext_hf.reading.corpora": ("check_name", "load", "stdlib_held_out"),
-    "rope_ext_hf.reading.documents": ("Tokens", "corpus_name", "utf8_bytes"),
+    "rope_ext_hf.reading.documents": ("LateEnds", "Tokens", "corpus_name", "utf8_bytes"),
     "rope_ext_hf.reading.forecast": ("Forecast", "NOTHING_RUN"),
     "rope_ext_hf.reading.memory": ("GPU_WORKING_BYTES", "MemoryEstimate", "check_memory", "widest_activation"),
     "rope_ext_hf.reading.operations": ("estimate_flops", "measure_flops"),
