@@ -37,8 +37,8 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.patches.slots import patch_state
-from rope_ext_hf.reading.forecast import estimate_flops, measure_flops
 from rope_ext_hf.reading.memory import available, cached_bytes, estimate_memory, widest_activation
+from rope_ext_hf.reading.operations import estimate_flops, measure_flops
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.reading.protocols": "add a protocol, by which a document is cut into spans that are read and scored",
     "rope_ext_hf.reading.scorer": "losses, likelihoods and greedy answers of a model, in fixed memory",
     "rope_ext_hf.reading.memory": "estimate and check the memory that reading takes",
-    "rope_ext_hf.reading.forecast": "estimate the time of reading, and print the forecast of a dry run",
+    "rope_ext_hf.reading.forecast": "the forecast of a dry run",
+    "rope_ext_hf.reading.operations": "estimate the time of reading from the measured speed of a device",
     # runs
     "rope_ext_hf.runs.kinds": "add a kind of run: plan it, make results, show them",
     "rope_ext_hf.runs.measurement": "what a run reads, and how each item is scored",

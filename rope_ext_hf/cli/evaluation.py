@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext_hf.reading.forecast import Forecast
+    from rope_ext_hf.reading.operations import ReadingSpeed
     from rope_ext_hf.runs.measurement import Measurement, RunPlan
     from rope_ext_hf.runs.run import Run
     from rope_ext_hf.runs.run_file import RunFile
@@ -227,6 +228,7 @@ class Prepared:
 
     def __init__(self, options: RunOptions, question: LengthsQuestion, processes: ProcessOptions) -> None:
         """Plan a measurement on the model without weights; print the memory needed, or raise an error for too much."""
+        from rope_ext_hf.eval.forecasting import forecast_plan
         from rope_ext_hf.hub import foreign_errors
         from rope_ext_hf.runs.run_file import run_file
 
@@ -235,7 +237,8 @@ class Prepared:
         workers, load = processes.launched(options.load)
         with workers.in_step(leave=False), foreign_errors(f"the model {short(name)!r} could not be measured"):
             empty = load.empty_model(name)
-            plan = question.plan(empty, options.methods, tokenizer=load.tokenizer(name), **load.reading)
+            make = partial(forecast_plan, question) if options.dry_run else question.plan
+            plan = make(empty, options.methods, tokenizer=load.tokenizer(name), **load.reading)
             self.file = run_file(question, name, options.methods, options.load, processes, out=options.out)
             if isinstance(question, Perplexity):
                 plan = _with_key_tokens(plan, question, options, load, workers, self.file)
@@ -362,22 +365,20 @@ def _forecast(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], wor
 def _seconds(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers) -> float:
     """Estimate the seconds that a measurement takes, from the measured speed of the device."""
     from rope_ext_hf.hub import find_device, loaded_dtype
-    from rope_ext_hf.reading.forecast import measure_flops
+    from rope_ext_hf.reading.operations import measure_speed
 
-    operations = max(1, len(plan.methods)) * _work(empty, plan.measurement, *plan.measurement.passes)
-    return operations / workers.count / measure_flops(find_device(load.device), loaded_dtype(empty, load.dtype))
+    speed = measure_speed(empty, find_device(load.device), loaded_dtype(empty, load.dtype))
+    once = _pass_seconds(empty, plan.measurement, speed, *plan.measurement.passes)
+    return max(1, len(plan.methods)) * once / workers.count
 
 
-def _work(model: PreTrainedModel, measurement: Measurement, *passes: int) -> float:
-    """Return the floating-point operations of passes through a model, with the answers that follow each pass.
+def _pass_seconds(model: PreTrainedModel, measurement: Measurement, speed: ReadingSpeed, *passes: int) -> float:
+    """Estimate the seconds that passes through a model take, with the answers that follow each pass.
 
     `passes` are the numbers of tokens of the passes.
     """
-    from rope_ext_hf.reading.forecast import estimate_flops
-
-    after = [1] * (measurement.after_each_pass * len(passes))
     scored = measurement.scored * len(passes) // len(measurement.passes)
-    return estimate_flops(model, [*passes, *after], scored)
+    return speed.seconds(model, passes, scored, measurement.short_passes * len(passes))
 
 
 def _readers_clause(plan: RunPlan[Any]) -> str:
@@ -399,6 +400,7 @@ def shown_progress(workers: Workers | None = None) -> Progress:
     If several processes share a run, only the first one shows it.
     """
     # torch is imported with the base class, so that the class cannot stand at the top of this module
+    from rope_ext_hf.reading.operations import measure_speed
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
 
@@ -412,7 +414,8 @@ def shown_progress(workers: Workers | None = None) -> Progress:
             self.bar = self.closing.enter_context(progress_bar("unpatched", show=first))
             self.plan = plan
             self.repeats = max(1, len(plan.methods)) / processes.count  # passes of this process over the same text
-            self.work = cache(partial(_work, model, plan.measurement))
+            speed = measure_speed(model, model.device, model.dtype)
+            self.work = cache(partial(_pass_seconds, model, plan.measurement, speed))
             passes = plan.measurement.passes
             self.bar.left.total = self.repeats * self.work(*passes)
             self.bar.left.largest = self.work(max(passes, default=0))

@@ -325,9 +325,7 @@ class _RetrievalMeasurement(Measurement):
         ]
         answer_tokens = sum(trial.answers.numel() for trials_of_depth in trials for trial in trials_of_depth)
         self.scored = answer_tokens * len(ordered)
-        # Every answer is a pass of its own. A pass reads all weights, so that a few tokens take as long as 16 do.
-        answers = trials[0][0].answers
-        self.after_each_pass = len(answers) * max(16, answers.shape[1])
+        self.short_passes = len(trials[0][0].answers)  # every answer is a pass of its own
 
     def digested(self, cell: Cell) -> Iterable[bytes]:
         """Return the bytes that identify the prompts at one length and depth, for a digest."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from rope_ext_hf.errors import CorpusError, short
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Document", "Tokens", "corpus_name", "utf8_bytes"]
+__all__ = ["Document", "LateEnds", "Tokens", "corpus_name", "utf8_bytes"]
 
 Corpus: TypeAlias = "str | Path | Document | Tensor | Iterable[object]"
 """Everything that `rope_ext_hf.reading.corpora.load` takes."""
@@ -41,6 +42,44 @@ class Document:
         return cls(name, content) if isinstance(content, str) else cls(name, "", content)
 
 
+class LateEnds(Sequence[int]):
+    """The ends of the tokens of a document, which are computed when the first of them is read.
+
+    Most documents of a large corpus are only counted, and finding the ends takes longer than tokenising.
+
+    Args:
+        count: the number of tokens.
+        compute: a function that returns the ends.
+    """
+
+    def __init__(self, count: int, compute: Callable[[], Sequence[int]]) -> None:
+        self._count, self._compute = count, compute
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(self._compute())
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        return self._ends[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ends)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._ends == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True)
 class Tokens:
     """A tokenised document.
@@ -48,13 +87,14 @@ class Tokens:
     Attributes:
         name: the name of the document.
         ids: the token ids, (tokens,) int64.
-        ends: the end of each token in the text, in UTF-8 bytes; empty if there was no tokenizer to tell.
+        ends: the end of each token in the text, in UTF-8 bytes; empty if there was no tokenizer to tell. They may be
+            `LateEnds`.
         text: the text; empty if the document was given as token ids.
     """
 
     name: str
     ids: Tensor
-    ends: tuple[int, ...]
+    ends: Sequence[int]
     text: str = field(default="", repr=False)
 
     def bytes_between(self, start: int, stop: int) -> int:

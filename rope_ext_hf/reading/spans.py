@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ from rope_ext_hf.hub import leading_tokens, load_tokenizer
 from rope_ext_hf.patches.gguf_models import gguf_path
 from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Corpus, Document, Tokens, token_ids, utf8_bytes
+from rope_ext_hf.reading.documents import Corpus, Document, LateEnds, Tokens, token_ids, utf8_bytes
 from rope_ext_hf.reading.protocols import (
     DefaultPrefix,
     Protocol,
@@ -25,7 +26,8 @@ from rope_ext_hf.reading.protocols import (
     check_lengths,
     resolve_protocol,
 )
-from rope_ext_hf.reading.token_bytes import byte_ends
+from rope_ext_hf.reading.token_bytes import byte_ends, spelled_ends
+from rope_ext_hf.reading.tokenizing import PLAIN, tokenize_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,6 +44,8 @@ __all__ = [
     "tokenize",
     "with_prefix",
 ]
+
+_TOKENIZED_AT_ONCE = 4_000_000  # characters; while they are tokenised, each takes some 25 bytes
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,24 @@ class Setting:
 
 
 def tokenize(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
-    """Tokenise documents without adding special tokens; documents that are tokenised already stay as they are."""
-    return [document if isinstance(document, Tokens) else _tokenize(document, tokenizer) for document in documents]
+    """Tokenise documents without adding special tokens; documents that are tokenised already stay as they are.
+
+    The ends of the tokens are found for the documents that are read, when they are read.
+    """
+    tokenized: list[Tokens] = []
+    for group in _groups(documents):
+        texts = [document for document in group if isinstance(document, Document) and document.ids is None]
+        for document in texts:
+            utf8_bytes(document.name, document.text)
+        ids_of_texts = iter(tokenize_texts(tokenizer, [document.text for document in texts]))
+        for document in group:
+            if isinstance(document, Tokens):
+                tokenized.append(document)
+            elif document.ids is None:
+                tokenized.append(_tokens_of_text(document, next(ids_of_texts), tokenizer))
+            else:
+                tokenized.append(_tokens_of_ids(document, document.ids, tokenizer))
+    return tokenized
 
 
 def text_of(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -102,26 +122,42 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, question: str, answer: str
     return both[:shared], both[shared:]
 
 
-def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Tokenise one document; a document of token ids gets the bytes of its tokens."""
-    if document.ids is not None:  # the bytes of each token are unknown, so that all get the same share
-        ids = list(token_ids(document.ids, document.name))
-        total = len(tokenizer.decode(ids).encode("utf-8", errors="replace"))
-        return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), _shares(total, len(ids)))
-    text, total = document.text, utf8_bytes(document.name, document.text)
-    encoded = tokenizer(
-        text,
-        add_special_tokens=False,
-        return_offsets_mapping=tokenizer.is_fast,
-        return_attention_mask=False,
-        verbose=False,
-    )
-    ids = encoded["input_ids"]
+def _groups(documents: Iterable[Document | Tokens]) -> Iterator[list[Document | Tokens]]:
+    """Yield documents in groups that are tokenised at once: large enough for all cores, and small enough for memory."""
+    group: list[Document | Tokens] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += len(document.text)
+        if size >= _TOKENIZED_AT_ONCE:
+            yield group
+            group, size = [], 0
+    yield group
+
+
+def _tokens_of_text(document: Document, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """Return a document that was given as text, with its token ids."""
+    text, tensor = document.text, torch.tensor(ids, dtype=torch.int64)
     if not tokenizer.is_fast:  # it gives no offsets; even shares are exact for tokenizers of bytes
-        ends = _shares(total, len(ids))
-    else:
-        ends = byte_ends(text, encoded.tokens(), encoded["offset_mapping"])
-    return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), ends, text)
+        return Tokens(document.name, tensor, _shares(utf8_bytes(document.name, text), len(ids)), text)
+    return Tokens(document.name, tensor, LateEnds(len(ids), partial(_ends_in_text, text, tensor, tokenizer)), text)
+
+
+def _ends_in_text(text: str, ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the end of each token of a text, in UTF-8 bytes, by a tokenizer that can give offsets."""
+    names = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in set(ids.tolist())}
+    spelled = spelled_ends(text, [names[token] for token in ids.tolist()])
+    if spelled is not None:
+        return spelled
+    encoded = tokenizer(text, **PLAIN, return_offsets_mapping=True)
+    return byte_ends(text, encoded.tokens(), encoded["offset_mapping"])
+
+
+def _tokens_of_ids(document: Document, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """Return a document that was given as token ids; the bytes of each are unknown, so that all get the same share."""
+    checked = token_ids(ids, document.name)
+    total = len(str(tokenizer.decode(list(checked))).encode("utf-8", errors="replace"))
+    return Tokens(document.name, torch.tensor(list(checked), dtype=torch.int64), _shares(total, len(checked)))
 
 
 def _shares(total: int, count: int) -> tuple[int, ...]:

@@ -17,6 +17,15 @@ from functools import cache
 from itertools import accumulate
 
 
+def spelled_ends(text: str, tokens: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the position in a text, in UTF-8 bytes, where each token ends, by the bytes that their names stand for.
+
+    None: these bytes do not spell the text, and `byte_ends` is needed.
+    """
+    spelled = _spelled_ends(text.encode("utf-8"), tokens)
+    return None if spelled is None else tuple(spelled)
+
+
 def byte_ends(text: str, tokens: Sequence[str], offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Return the position in a text, in UTF-8 bytes, where each token ends; the next token begins there.
 

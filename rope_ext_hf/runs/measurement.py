@@ -80,8 +80,8 @@ class Measurement(ABC):
         setting: how the items are read, as results record it; an instance of `RunKind.setting`.
         passes: for each pass through the model with one method, its number of tokens.
         scored: the number of tokens that go through the model's head, with one method.
-        after_each_pass: the number of tokens that are read after each pass, continuing from its cache; for estimates of
-            the time.
+        short_passes: the number of passes over a few tokens, such as an answer, that follow each pass and continue from
+            its cache; for estimates of the time.
         all_cells: the cells of every item, if all items have the same. A cell is a context length, alone or with a
             depth, a distance or a task.
     """
@@ -91,7 +91,7 @@ class Measurement(ABC):
     setting: Any
     passes: Sequence[int]
     scored: int
-    after_each_pass: int = 0
+    short_passes: int = 0
     all_cells: Sequence[Cell]
 
     def cells(self, item: int) -> Sequence[Cell]:

@@ -453,4 +453,4 @@ def test_the_answers_count_in_estimates_of_time() -> None:
     hay = [Document("hay", "some text " * 50)]
     question = Passkey(lengths=[128], haystack=hay, **options)
     plan = question.plan(build("llama", vocab_size=259), tokenizer=ByT5Tokenizer(extra_ids=0))
-    assert plan.measurement.after_each_pass == 4 * 16
+    assert plan.measurement.short_passes == 4

@@ -13,8 +13,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.eval import passkey, perplexity
 from rope_ext_hf.reading import memory as reading_memory
 from rope_ext_hf.reading.documents import Tokens
-from rope_ext_hf.reading.forecast import EFFICIENCY, estimate_flops, measure_flops
 from rope_ext_hf.reading.memory import MemoryEstimate, budgets, check_memory, estimate_memory
+from rope_ext_hf.reading.operations import EFFICIENCY, estimate_flops, measure_flops
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import sliding_window_warning
 from tests.support.models import build

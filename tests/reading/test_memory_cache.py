@@ -11,8 +11,8 @@ from torch import Tensor
 
 from checks.coverage import RESULT
 from rope_ext_hf.errors import RopeExtError
-from rope_ext_hf.reading.forecast import estimate_flops
 from rope_ext_hf.reading.memory import cached_bytes, estimate_memory
+from rope_ext_hf.reading.operations import estimate_flops
 from rope_ext_hf.reading.scorer import TokenScorer
 from tests.support.every_model import build, data, entries, inputs, tiny
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rope_ext_hf.errors import CheckpointError, duration
 from rope_ext_hf.questions import command_line
-from rope_ext_hf.reading.forecast import estimate_flops
+from rope_ext_hf.reading.operations import estimate_flops
 from rope_ext_hf.tools.advice.guidance import SERVING
 from rope_ext_hf.tools.engines.base import find_engine, reference_engine, usual_server
 from rope_ext_hf.tools.engines.serving_config import ServingConfig

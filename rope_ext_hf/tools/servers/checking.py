@@ -19,8 +19,8 @@ import torch
 
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.hub import find_device, find_dtype, load_model, load_tokenizer
-from rope_ext_hf.reading.forecast import estimate_flops, measure_flops
 from rope_ext_hf.reading.memory import check_memory
+from rope_ext_hf.reading.operations import measure_speed
 from rope_ext_hf.tools.servers.answers import Collected, collect, differing_tokens, read_answers
 from rope_ext_hf.tools.servers.clients import connect
 from rope_ext_hf.tools.servers.comparing import Comparison
@@ -91,10 +91,10 @@ def check_server(
     if from_file is not None:
         collected = read_answers(Path(from_file))
     else:
-        most_flops = math.inf if lengths else COMPUTE_SECONDS * measure_flops(place, torch_dtype)
+        speed = None if lengths else measure_speed(empty, place, torch_dtype)
 
         def affordable(length: int) -> bool:
-            return estimate_flops(empty, _READINGS * [length], _HEAD_TOKENS) <= most_flops
+            return speed is None or speed.seconds(empty, _READINGS * [length], _HEAD_TOKENS) <= COMPUTE_SECONDS
 
         collected = collect(connect(url, served_name, seconds), model, lengths, data, source, affordable)
     check_memory(empty, max(len(prompt.ids) for prompt in collected.prompts), torch_dtype, place)

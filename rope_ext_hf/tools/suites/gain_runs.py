@@ -194,8 +194,7 @@ class _GainMeasurement(Measurement):
                 # The second prompt is read from the place on where it differs from the first.
                 self.passes += [length, len(row.evidence) + distance + len(row.answer)]
         self.scored = 2 * len(cells) * sum(len(row.answer) for row in self._rows)
-        # The answer is a forward of its own. Reading all weights takes most of its time, as long as for 16 tokens.
-        self.after_each_pass = max(16, *(len(row.answer) for row in self._rows))
+        self.short_passes = 1  # the answer is a forward of its own
 
     def digested(self, cell: Cell) -> Iterable[bytes]:
         yield repr(cell).encode()

@@ -218,7 +218,7 @@ class _TaskMeasurement(Measurement):
         self.items = [f"sample {index}" for index in range(len(all_prompts) // len(self.prompts))]
         self.passes = [prompt.tokens for prompt in all_prompts]
         answers = [sum(map(len, prompt.candidates)) or prompt.budget for prompt in all_prompts]
-        self.scored, self.after_each_pass = sum(answers), math.ceil(fmean(answers))
+        self.scored, self.short_passes = sum(answers), math.ceil(fmean(answers))
 
     @property
     def computed_by(self) -> tuple[str, ...]:

@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
 from rope_ext_hf.hub import find_device, load_empty, loaded_dtype
-from rope_ext_hf.reading.forecast import Forecast, estimate_flops, measure_flops
+from rope_ext_hf.reading.forecast import Forecast
 from rope_ext_hf.reading.memory import MemoryEstimate, widest_activation
+from rope_ext_hf.reading.operations import ReadingSpeed, measure_speed
 from rope_ext_hf.runs.chosen_methods import apply_choice
 from rope_ext_hf.tools.training.finetuning import (
     RETRIEVAL_TRIALS,
@@ -24,13 +25,13 @@ from rope_ext_hf.tools.training.questions import Finetuning
 
 
 class _Work(NamedTuple):
-    """An amount of computing: the number of tokens that are read, and the floating-point operations for them."""
+    """An amount of computing: the number of tokens that are read, and the seconds for them."""
 
     tokens: int
-    flops: float
+    seconds: float
 
     def plus(self, other: _Work) -> _Work:
-        return _Work(self.tokens + other.tokens, self.flops + other.flops)
+        return _Work(self.tokens + other.tokens, self.seconds + other.seconds)
 
 
 def forecast(question: Finetuning, out: Path) -> Forecast:
@@ -45,12 +46,12 @@ def forecast(question: Finetuning, out: Path) -> Forecast:
     short, long = material.short, material.long
     lengths = doubling(short, long)
     models = 5 if question.control else 3
-    measuring = _measuring_work(question, material, model, models)
     rows, trainings = question.batch * question.accumulate, 2 if question.control else 1
     device, dtype = find_device(question.device), loaded_dtype(model, question.dtype)
-    flops_per_second = measure_flops(device, dtype)
+    speed = measure_speed(model, device, dtype)
+    measuring = _measuring_work(question, material, model, models, speed)
     if question.steps:
-        training_seconds = _step_flops(question, model, short, long) * question.steps / flops_per_second
+        training_seconds = _step_seconds(question, model, short, long, speed) * question.steps
         duration = f"{question.steps} steps"
     else:
         training_seconds = 60 * (question.minutes or 0.0)
@@ -69,7 +70,7 @@ def forecast(question: Finetuning, out: Path) -> Forecast:
             f"write {out / 'model'}",
         ),
         tokens=measuring.tokens + trainings * rows * long * (question.steps or 0),
-        seconds=trainings * training_seconds + measuring.flops / flops_per_second,
+        seconds=trainings * training_seconds + measuring.seconds,
         device=device,
         memory=memory,
         gpu=memory,
@@ -79,7 +80,9 @@ def forecast(question: Finetuning, out: Path) -> Forecast:
     )
 
 
-def _measuring_work(question: Finetuning, material: TrainingMaterial, model: PreTrainedModel, models: int) -> _Work:
+def _measuring_work(
+    question: Finetuning, material: TrainingMaterial, model: PreTrainedModel, models: int, speed: ReadingSpeed
+) -> _Work:
     """Return the work of measuring `models` models; on the patched ones among them, retrieval is measured, too."""
     perplexity = Perplexity(
         lengths=doubling(material.short, material.long),
@@ -87,27 +90,30 @@ def _measuring_work(question: Finetuning, material: TrainingMaterial, model: Pre
         max_spans=question.max_spans,
         data=material.held_out,
     )
-    work = _work_of(model, perplexity, material.tokenizer, models)
+    work = _work_of(model, perplexity, material.tokenizer, models, speed)
     if question.retrieval is None:
         return work
     retrieval = Passkey(lengths=[material.long], task=question.retrieval, trials=RETRIEVAL_TRIALS)
-    return work.plus(_work_of(model, retrieval, material.tokenizer, 3 if question.control else 2))
+    return work.plus(_work_of(model, retrieval, material.tokenizer, 3 if question.control else 2, speed))
 
 
-def _work_of(model: PreTrainedModel, question: LengthsQuestion, tokenizer: Any, models: int) -> _Work:
+def _work_of(
+    model: PreTrainedModel, question: LengthsQuestion, tokenizer: Any, models: int, speed: ReadingSpeed
+) -> _Work:
     """Return the work of one measurement, described by `question`, on `models` models."""
     measurement = question.plan(model, tokenizer=tokenizer).measurement
     passes = measurement.passes
-    return _Work(models * sum(passes), models * estimate_flops(model, passes, measurement.scored))
+    answers = measurement.short_passes * len(passes)
+    return _Work(models * sum(passes), models * speed.seconds(model, passes, measurement.scored, answers))
 
 
-def _step_flops(question: Finetuning, model: PreTrainedModel, short: int, long: int) -> float:
-    """Return the floating-point operations in a training step; a backward pass counts as two forward passes."""
+def _step_seconds(question: Finetuning, model: PreTrainedModel, short: int, long: int, speed: ReadingSpeed) -> float:
+    """Return the seconds of a training step; a backward pass counts as two forward passes."""
     rows, short_rows = question.batch * question.accumulate, long // short
-    flops = 3 * estimate_flops(model, [long] * rows, rows * long)
+    seconds = 3 * speed.seconds(model, [long] * rows, rows * long)
     if question.guard:  # short rows are read by the teacher, too, which has no backward pass
-        flops += 4 * estimate_flops(model, [short] * short_rows * rows, rows * short_rows * short)
-    return flops
+        seconds += 4 * speed.seconds(model, [short] * short_rows * rows, rows * short_rows * short)
+    return seconds
 
 
 def _memory(

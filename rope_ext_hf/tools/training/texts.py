@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.documents import LateEnds, Tokens
 from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.tools.training.questions import Finetuning
 
@@ -51,6 +51,10 @@ def cut(document: Tokens, start: int, stop: int) -> Tokens:
 
     The byte offset at which each token ends in the text is counted from the beginning of this part.
     """
-    before = document.ends[start - 1] if start else 0
-    ends = tuple(end - before for end in document.ends[start:stop])
-    return Tokens(document.name, document.ids[start:stop], ends)
+
+    def ends() -> tuple[int, ...]:
+        before = document.ends[start - 1] if start else 0
+        return tuple(end - before for end in document.ends[start:stop])
+
+    ids = document.ids[start:stop]
+    return Tokens(document.name, ids, LateEnds(len(ids) if document.ends else 0, ends))
