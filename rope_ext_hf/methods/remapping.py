@@ -260,6 +260,10 @@ class RemappingMethod(RopeMethod, AttentionRule):
         """
         return self.beyond_only
 
+    @property
+    def keeps_bits(self) -> bool:
+        return self.by_length
+
     def depends_on_length(self, rotary: Rotary) -> bool:
         return self.by_length or super().depends_on_length(rotary)
 
@@ -314,7 +318,7 @@ class RemappingMethod(RopeMethod, AttentionRule):
     @property
     def note(self) -> str:
         """A sentence that says what the method, once bound to a model, does with far keys."""
-        short = f"Rows of up to {self.max_distance:,} tokens are read as loaded. " if self.by_length else ""
+        short = f"Rows of up to {self.max_distance:,} tokens are not remapped. " if self.by_length else ""
         return (
             f"{short}Far keys are seen at relative positions up to {self.max_distance:,}, which the model was trained "
             "at; frequencies stay as they are."
