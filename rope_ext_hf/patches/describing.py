@@ -231,8 +231,8 @@ def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState
         short_inputs=short_input_notes(
             method,
             rotary,
-            as_loaded=all(each.rotates_as_loaded(method, rotary) for each in slots),
-            bit_equal=method.keeps_bits and all(each.can_read_short_rows for each in slots),
+            as_loaded=all(each.rotates_as_loaded(method, rotary) and each.is_accurate for each in slots),
+            bit_equal=method.keeps_bits and not any(r.follows_length for s in slots for r in s.as_loaded.values()),
         ),
         recipe=recipe_note(before_patches(slot.config), rotary, method),
     )
@@ -246,7 +246,7 @@ def short_input_notes(
     Args:
         method: the method, with every parameter filled in.
         rotary: the rotary embedding that it is applied to.
-        as_loaded: whether that is the rotary embedding of the model as loaded.
+        as_loaded: whether that is the rotary embedding of the model as loaded, whose frequencies no cast has rounded.
         bit_equal: whether the modules of the unpatched model read such inputs; None: as `RopeMethod.keeps_bits` says.
     """
     unchanged = method.unchanged_length(rotary)

@@ -75,16 +75,16 @@ class Slot:
         return all(self.as_loaded[layer_type].is_kept(method, rotary) for layer_type in self.scaled_layers)
 
     @property
-    def can_read_short_rows(self) -> bool:
-        """Whether short rows may be rotated by the module that the model was loaded with, and longer ones by a patch.
+    def is_accurate(self) -> bool:
+        """Whether the module still has its frequencies in the accuracy of float32; a cast of the model rounds them.
 
-        Its frequencies must be the same at every length, and in the accuracy of float32: a cast of the model rounds
-        them. Numbers on the meta device count as accurate, as they are computed when the model gets its weights.
+        Numbers on the meta device count as accurate, as they are computed when the model gets its weights.
         """
         for layer_type, rope in self.as_loaded.items():
-            if rope.follows_length:
-                return False
-            inv_freq = getattr(self.module, _frequency_name(layer_type), None)
+            name = _frequency_name(layer_type)
+            # The buffer itself may hold the frequencies of the last input, in a class that follows the length.
+            name = name.removesuffix("inv_freq") + "original_inv_freq" if rope.follows_length else name
+            inv_freq = getattr(self.module, name, None)
             if inv_freq is None or inv_freq.device.type == "meta":
                 continue
             stated = rope.method.frequencies(rope.plain, 1).inv_freq
@@ -163,8 +163,9 @@ class PatchedSlot(nn.Module):
         self._as_loaded = slot.as_loaded
         self._kept_length: int | None = None  # in rows up to it, the module that was loaded rotates
         by_length = isinstance(method, RemappingMethod) and method.by_length
+        by_length = by_length and not any(rope.follows_length for rope in slot.as_loaded.values())
         # Elsewhere a row that grows longer would mix keys that the two modules have rotated differently.
-        if by_length and slot.rotates_as_loaded(method, rotary) and slot.can_read_short_rows:
+        if by_length and slot.rotates_as_loaded(method, rotary) and slot.is_accurate:
             self._kept_length = method.max_distance  # type: ignore[attr-defined]
         self.replaced = slot.module
         self._state = state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
 from tests.support.method_examples import example_method
 from tests.support.models import THETA, TRAINED, build, build_config, from_config, logits, rotary_of, tokens
 
+ROOT = Path(__file__).parent.parent.parent
 MOST_ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 0.03}
 """Root mean squares of differences, in standard deviations of the logits; measured here are 3e-7 and 0.007."""
 LONG = 4 * TRAINED
@@ -68,6 +70,12 @@ def test_only_methods_that_take_the_path_of_the_loaded_model_are_said_to_change_
     rotary = patch_geometry(build("llama"))
     exact = {name for name, cls in list_methods().items() if example_method(cls, rotary).keeps_bits}
     assert exact == {"dynamic-self-extend", "jet-long"}
+
+
+def test_the_page_states_the_rounding_that_is_held_here() -> None:
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    bounds = [f"{bound:g}" for bound in MOST_ROUNDING.values()]
+    assert "to {} standard deviations of the logits in float32 and to {} in bfloat16".format(*bounds) in page
 
 
 def cos_at(model: Any, length: int) -> Tensor:
@@ -126,7 +134,7 @@ def test_a_cast_of_the_model_rounds_no_angle(method: str, cast_first: bool, back
     model = rope.patch(cast(model), method) if cast_first else cast(rope.patch(model, method))
     torch.testing.assert_close(cos_at(model, LONG), cos_at(build("llama"), LONG), atol=1e-4, rtol=0)
     (text,) = rope.describe(model).short_inputs
-    assert text.endswith(" tokens give the output of the unpatched model up to rounding.")
+    assert text.endswith(" keep the frequencies that this patch extends, not those of the unpatched model.")
 
 
 @pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn"])
