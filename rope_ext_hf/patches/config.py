@@ -54,7 +54,7 @@ class ConfigRope:
 
     @property
     def follows_length(self) -> bool:
-        """Whether the model, as loaded, has other frequencies for longer inputs."""
+        """True if the model, as loaded, has other frequencies for longer inputs."""
         return self.method.depends_on_length(self.plain)
 
     def is_kept(self, method: RopeMethod, rotary: Rotary) -> bool:

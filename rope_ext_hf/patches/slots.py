@@ -76,7 +76,7 @@ class Slot:
 
     @property
     def is_accurate(self) -> bool:
-        """Whether the module still has its frequencies in the accuracy of float32; a cast of the model rounds them.
+        """True if the module still has its frequencies in the accuracy of float32; a cast of the model rounds them.
 
         Numbers on the meta device count as accurate, as they are computed when the model gets its weights.
         """
