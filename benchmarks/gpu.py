@@ -237,7 +237,7 @@ def wrong(rows: Sequence[Row]) -> list[str]:
         if (unchanged := row.get("unchanged")) is not None and not unchanged["difference"] <= MOST_DIFFERENCE:
             sentences.append(
                 f"{title(row)}: {unchanged['difference']:.2f} standard deviations from the stock model at "
-                f"{unchanged['tokens']:,} tokens, which the method leaves as they are"
+                f"{unchanged['tokens']:,} tokens, which the method leaves as they are up to rounding"
             )
         if (alone := row.get("alone")) is not None and not alone <= MOST_DIFFERENCE:
             sentences.append(

@@ -96,6 +96,7 @@ def choosing() -> str:
         method = _bound(methods[0], rotary)
         kept = unchanged_share(method, rotary)
         short = "any length" if method.unchanged_length(rotary) >= UNBOUNDED else kept or "none"
+        short += ", bit for bit" if method.keeps_bits else ""
         reached = reach(name)
         helped = guidance.unmeasured or " / ".join(reached.get(model.name, "–") for model in measured_models())
         rows.append([f"`{name}`", guidance.when or "–", plain, helped, short])

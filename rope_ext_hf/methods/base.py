@@ -485,10 +485,19 @@ class RopeMethod(ABC):
         """
         return max(length, rotary.context_length)
 
-    def unchanged_length(self, rotary: Rotary) -> int:
-        """Return the longest input, in tokens, for which the patched model gives the output of the unpatched one.
+    @property
+    def keeps_bits(self) -> bool:
+        """True if the model's own modules read inputs of up to `unchanged_length` tokens, so that no bit changes.
 
-        0: the output changes at every length.
+        Under other methods such inputs differ by rounding, because this package computes angles more accurately than
+        transformers, and some methods sum the attention of a query in another order.
+        """
+        return False
+
+    def unchanged_length(self, rotary: Rotary) -> int:
+        """Return the longest input, in tokens, that the method reads as the model does that it extends.
+
+        The output is then the same up to rounding, and bit for bit if `keeps_bits`. 0: it changes at every length.
         """
         # Over a scaling with two lists, `at_lengths` leaves inputs up to the trained length as they are.
         kept = rotary.trained_length if rotary.length_dependent else 0

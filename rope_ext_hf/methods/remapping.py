@@ -163,8 +163,9 @@ class RemappingMethod(RopeMethod, AttentionRule):
             "llama4", see `_TEMPERATURES`. Full-attention layers without RoPE get it as well. Default:
             `default_temperature`, and "none" for models whose attention has such a factor of its own.
         frequency: a static frequency method for the rotations; default: the model's own frequencies.
-        beyond_only: rows of at most `max_distance` tokens are read as by the unpatched model, bit for bit, also rows
-            that grow longer later. A token then costs one more rotation of the keys, except in `stairs`.
+        beyond_only: rows of at most `max_distance` tokens are read by the modules of the unpatched model, so that no
+            bit changes, also in rows that grow longer later. A token then costs one more rotation of the keys, except
+            in `stairs`.
     """
 
     omitted_values: ClassVar[Mapping[str, Any]] = {"beyond_only": False}
@@ -258,9 +259,13 @@ class RemappingMethod(RopeMethod, AttentionRule):
     def by_length(self) -> bool:
         """True if the rule for a row depends on its length.
 
-        Rows of up to `max_distance` tokens are then read as by the unpatched model, and longer ones are remapped.
+        Rows of up to `max_distance` tokens are then not remapped, and longer ones are.
         """
         return self.beyond_only
+
+    @property
+    def keeps_bits(self) -> bool:
+        return self.by_length
 
     def depends_on_length(self, rotary: Rotary) -> bool:
         return self.by_length or super().depends_on_length(rotary)
@@ -316,7 +321,7 @@ class RemappingMethod(RopeMethod, AttentionRule):
     @property
     def note(self) -> str:
         """A sentence that says what the method, once bound to a model, does with far keys."""
-        short = f"Rows of up to {self.max_distance:,} tokens are read as loaded. " if self.by_length else ""
+        short = f"Rows of up to {self.max_distance:,} tokens are not remapped. " if self.by_length else ""
         return (
             f"{short}Far keys are seen at relative positions up to {self.max_distance:,}, which the model was trained "
             "at; frequencies stay as they are."

@@ -6,9 +6,12 @@ Patches read `rope_parameters` (one set of settings, or one for each layer type)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -48,6 +51,17 @@ class ConfigRope:
         if self.method.name == "default" or not self.method.composable:
             return Rotary(self.plain.dim, self.plain.theta, self.context_length, self.plain.rotated_pairs)
         return self.plain.scaled(self.method, context_length=self.context_length)
+
+    @property
+    def follows_length(self) -> bool:
+        """True if the model, as loaded, has other frequencies for longer inputs."""
+        return self.method.depends_on_length(self.plain)
+
+    def is_kept(self, method: RopeMethod, rotary: Rotary) -> bool:
+        """Return whether a method over a rotary embedding gives the shortest inputs the frequencies stated here."""
+        ours, stated = method.frequencies(rotary, 1), self.method.frequencies(self.plain, 1)
+        same = torch.allclose(ours.inv_freq, stated.inv_freq, rtol=1e-9, atol=0)
+        return same and math.isclose(ours.attention_factor, stated.attention_factor, rel_tol=1e-9)
 
 
 def rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:

@@ -230,18 +230,39 @@ def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState
         save_route=_save_route(model, slot, state),
         patched=True,
         notes=(*state.notes, method.note) if isinstance(method, RemappingMethod) else state.notes,
-        short_inputs=short_input_notes(method, rotary),
+        short_inputs=short_input_notes(
+            method,
+            rotary,
+            as_loaded=all(each.rotates_as_loaded(method, rotary) and each.is_accurate for each in slots),
+            bit_equal=method.keeps_bits and not any(r.follows_length for s in slots for r in s.as_loaded.values()),
+        ),
         recipe=recipe_note(before_patches(slot.config), rotary, method),
     )
 
 
-def short_input_notes(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
-    """Return sentences on what a method does to inputs within the context length, and on what is unusual about it."""
+def short_input_notes(
+    method: RopeMethod, rotary: Rotary, *, as_loaded: bool = True, bit_equal: bool | None = None
+) -> tuple[str, ...]:
+    """Return sentences on what a method does to inputs within the context length, and on what is unusual about it.
+
+    Args:
+        method: the method, with every parameter filled in.
+        rotary: the rotary embedding that it is applied to.
+        as_loaded: whether that is the rotary embedding of the model as loaded, whose frequencies no cast has rounded.
+        bit_equal: whether the modules of the unpatched model read such inputs; None: as `RopeMethod.keeps_bits` says.
+    """
     unchanged = method.unchanged_length(rotary)
+    bit_equal = method.keeps_bits if bit_equal is None else bit_equal
     factor = getattr(method, "factor", None)
     notes = []
     if 0 < unchanged < UNBOUNDED:
-        notes.append(f"Inputs of up to {unchanged:,} tokens give the same output as the unpatched model.")
+        inputs = f"Inputs of up to {unchanged:,} tokens"
+        if not as_loaded:
+            notes.append(f"{inputs} keep the frequencies that this patch extends, not those of the unpatched model.")
+        elif bit_equal:
+            notes.append(f"{inputs} give the output of the unpatched model, bit for bit.")
+        else:
+            notes.append(f"{inputs} give the output of the unpatched model up to rounding.")
     if factor and factor > 1 and not unchanged:
         notes.append(
             "Inputs within the context length change as well, and mostly get worse: `rope-ext ppl` measures by how "

@@ -68,6 +68,32 @@ class Slot:
         """The number of axes that a position has: 1 for text, 3 for the time, height and width of Qwen2-VL."""
         return max([1 if axes is None else 1 + max(axes) for axes in self.axis_of_pair.values()])
 
+    def rotates_as_loaded(self, method: RopeMethod, rotary: Rotary) -> bool:
+        """Return whether a method gives the shortest inputs the frequencies that the model was loaded with.
+
+        It does not where a patch extends something else: the model without its own scaling, or another patch. Nor does
+        a method that changes inputs of every length.
+        """
+        return all(self.as_loaded[layer_type].is_kept(method, rotary) for layer_type in self.scaled_layers)
+
+    @property
+    def is_accurate(self) -> bool:
+        """True if the module still has its frequencies in the accuracy of float32; a cast of the model rounds them.
+
+        Numbers on the meta device count as accurate, as they are computed when the model gets its weights.
+        """
+        for layer_type, rope in self.as_loaded.items():
+            name = _frequency_name(layer_type)
+            # The buffer itself may hold the frequencies of the last input, in a class that follows the length.
+            name = name.removesuffix("inv_freq") + "original_inv_freq" if rope.follows_length else name
+            inv_freq = getattr(self.module, name, None)
+            if inv_freq is None or inv_freq.device.type == "meta":
+                continue
+            stated = rope.method.frequencies(rope.plain, 1).inv_freq
+            if not torch.allclose(inv_freq.double().cpu(), stated, rtol=_FLOAT32_ERROR, atol=0):
+                return False
+        return True
+
     def sliding_note(self, extended_length: int) -> tuple[str | None, bool]:
         """Return a sentence on what a patch does to sliding-window layers, and whether every layer is one.
 
@@ -76,6 +102,15 @@ class Slot:
         changed = next((name for name in self.scaled_layers if name in SLIDING), None)
         apart = next((rope for name, rope in self.as_loaded.items() if name in SLIDING), None)
         return self.layers.sliding_note(apart, extended_length, changed)
+
+
+_FLOAT32_ERROR = 1e-4
+"""A relative error of frequencies that float32 stays below, and that a cast to bfloat16 or float16 exceeds."""
+
+
+def _frequency_name(layer_type: LayerType) -> str:
+    """Return the name of the buffer with the frequencies of a layer type in transformers' rotary modules."""
+    return "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
 
 
 def first_scaled(slots: Sequence[Slot]) -> Slot:
@@ -128,7 +163,12 @@ class PatchedSlot(nn.Module):
             )
         self.axes = slot.axes
         self._as_loaded = slot.as_loaded
-        self._kept_length = method.max_distance if isinstance(method, RemappingMethod) and method.by_length else None
+        self._kept_length: int | None = None  # in rows up to it, the module that was loaded rotates
+        by_length = isinstance(method, RemappingMethod) and method.by_length
+        by_length = by_length and not any(rope.follows_length for rope in slot.as_loaded.values())
+        # Elsewhere a row that grows longer would mix keys that the two modules have rotated differently.
+        if by_length and slot.rotates_as_loaded(method, rotary) and slot.is_accurate:
+            self._kept_length = method.max_distance  # type: ignore[attr-defined]
         self.replaced = slot.module
         self._state = state
         self.hooks: list[Any] = []
@@ -242,6 +282,8 @@ class PatchedSlot(nn.Module):
         """
         on_meta = {name for name, tensor in _tensors(self.replaced).items() if tensor.device.type == "meta"}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if any(getattr(self.replaced, name).dtype != torch.float32 for name in self._frequency_names()):
+            self._kept_length = None  # a cast has rounded the frequencies of that module, and none of `tables`
         tensors = {name: tensor for name, tensor in _tensors(self.replaced).items() if name in on_meta}
         if all(tensor.device.type == "meta" for tensor in tensors.values()):
             return self
@@ -254,6 +296,10 @@ class PatchedSlot(nn.Module):
                 tensor.data.fill_(torch.nan)
         return self
 
+    def _frequency_names(self) -> list[str]:
+        """Return the names of the buffers that hold the frequencies of the replaced module."""
+        return [name for name in map(_frequency_name, self._as_loaded) if hasattr(self.replaced, name)]
+
     def _tensors_built_anew(self) -> dict[str, Tensor]:
         """Return the tensors of a new module of the replaced one's class, by name; none where they cannot be trusted.
 
@@ -264,7 +310,7 @@ class PatchedSlot(nn.Module):
         tensors = {} if module is None else _tensors(module)
         for layer_type, rope in self._as_loaded.items():
             stated = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq
-            inv_freq = tensors.get("inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+            inv_freq = tensors.get(_frequency_name(layer_type))
             if inv_freq is not None and not same_frequencies(inv_freq, stated):
                 return {}
         return tensors

@@ -302,7 +302,7 @@ def test_what_cannot_be_is_refused(method: str, arguments: dict[str, Any], messa
 def test_what_is_said_of_a_model() -> None:
     model = rope.patch(build("llama"), "jet-long")
     description = rope.describe(model)
-    assert any(note.startswith(f"Rows of up to {TRAINED} tokens are read as loaded.") for note in description.notes)
+    assert any(note.startswith(f"Rows of up to {TRAINED} tokens are not remapped.") for note in description.notes)
     assert patched_method(model).to_dict() == {
         "method": "jet-long", "max_distance": TRAINED, "temperature": "none", "window": 4, "group": "length",
     }  # fmt: skip

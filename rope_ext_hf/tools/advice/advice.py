@@ -197,11 +197,12 @@ class Advice(ShownAsTables):
 
     def _short_inputs(self, method: MethodAdvice) -> str:
         """Return a clause on how a method changes the output for inputs within the context length."""
-        if method.short_inputs == "the same":
-            return f"inputs within {self.context_length:,} tokens give the same output as the unpatched model"
-        if method.short_inputs.startswith("the same up to "):
-            kept = method.short_inputs.removeprefix("the same up to ")
-            return f"inputs of up to {kept} give the same output as the unpatched model; longer ones change"
+        same, _, how = method.short_inputs.partition(", ")  # a comma in a number has no space after it
+        if same == "the same":
+            return f"inputs within {self.context_length:,} tokens give the output of the unpatched model, {how}"
+        if same.startswith("the same up to "):
+            kept = same.removeprefix("the same up to ")
+            return f"inputs of up to {kept} give the output of the unpatched model, {how}; longer ones change"
         effect = price(method.method, self.factor) or "change their output; by how much was not measured"
         return f"inputs within {self.context_length:,} tokens {effect}"
 

@@ -168,7 +168,12 @@ def _notes(
     if present.patch is not None and 2 * target_length <= present.context_length:
         times = f"{present.context_length / target_length:.3g} times as much as you need"
         notes.append(f"The patch is for {present.context_length:,} tokens, {times}.")
-        notes += short_input_notes(present.patch.method, present.patch.rotary)
+        notes += short_input_notes(
+            present.patch.method,
+            present.patch.rotary,
+            as_loaded=opened.described.is_kept(present.patch.method, present.patch.rotary),
+            bit_equal=present.patch.method.keeps_bits and not opened.described.follows_length,
+        )
     return tuple([note for note in notes if note])
 
 
@@ -315,10 +320,14 @@ class _Advisor:
     def _short_inputs(self, method: RopeMethod) -> str:
         """Return a clause on inputs within the context length: unchanged outputs, or how much their loss rises."""
         kept = method.unchanged_length(self.rotary)
+        if kept and not self.opened.described.is_kept(method, self.rotary):
+            return "change"  # the method extends the model without its own scaling, or under another patch
+        exact = method.keeps_bits and not self.opened.described.follows_length
+        how = "bit for bit" if exact else "but for rounding"
         if kept >= self.target_length:
-            return "the same"
+            return f"the same, {how}"
         if kept:
-            return f"the same up to {kept:,} tokens"
+            return f"the same up to {kept:,} tokens, {how}"
         rises = rises_for_short_inputs(method.name, self.factor)
         if not rises:
             return "change"
