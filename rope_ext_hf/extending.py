@@ -10,7 +10,7 @@ from __future__ import annotations
 NAMES: dict[str, tuple[str, ...]] = {
     "rope_ext_hf.attention.blockwise": ("attend", "query_key_product"),
     "rope_ext_hf.attention.rules": ("LocalAttention", "ScoreModifiers", "TokenPositions"),
-    "rope_ext_hf.bounds": ("Length", "MOST_TOKENS", "limit", "parse_bytes", "parse_length", "parse_lengths", "whole"),
+    "rope_ext_hf.bounds": ("Length", "MOST_TOKENS", "parse_bytes", "parse_length", "parse_lengths", "whole"),
     "rope_ext_hf.checkpoints.reordering": ("reordered",),
     "rope_ext_hf.checkpoints.row_layouts": ("RotaryTensors",),
     "rope_ext_hf.cli.console": ("print_note", "print_text", "progress_bar", "results_to"),
