@@ -222,7 +222,7 @@ def _load_patched(
         model = _load_whole(loader, path, auto_class, {"config": config, **dequantizing(), **kwargs})
         model.name_or_path = model.config.name_or_path = kwargs[GGUF_FILE]  # by which runs and tokenizers find it again
         name_way_out(model)  # the user may have given another quantization_config
-        return model
+        return model if record is None else restore_patch(model, record)  # that of an adapter
     if record is None:
         return _load_whole(loader, path, auto_class, kwargs)
     usual = {own: key for key, own in own_keys(config.model_type).items()}

@@ -22,10 +22,11 @@ from typing import Any
 import yaml
 
 from rope_ext_hf import __version__
-from rope_ext_hf.errors import FileError, RopeExtError, one_line, printable, short
+from rope_ext_hf.errors import CheckpointError, FileError, RopeExtError, one_line, printable, short
 from rope_ext_hf.files import PlainLoader, disk_errors, list_files, resolve_inside, write_text
 from rope_ext_hf.hub import fingerprint, folder_and_hub_id, foreign_errors, is_adapter, load_empty, load_model
 from rope_ext_hf.patches.describing import describe
+from rope_ext_hf.patches.gguf_models import is_gguf, way_out
 from rope_ext_hf.patches.slots import patch_state, present_specs
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.identity import results_of_model
@@ -92,10 +93,12 @@ def write_card(
     Raises:
         FileError: a card whose metadata cannot be read, a run of another model or method, or an error of the disk. If
             the card of the source cannot be read, that is a warning, and its metadata are lost.
-        CheckpointError: no such model.
+        CheckpointError: no such model, or it is a GGUF file.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
+    if is_gguf(folder):
+        raise CheckpointError(f"a card stands in a folder, and {str(folder)!r} is a GGUF file. {way_out(Path(folder))}")
     file, folder = Path(folder) / CARD, Path(folder).resolve()
     name = name or folder.name
     card_folder = folder if source is None else Path(source)
