@@ -120,7 +120,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "rope_ext_hf.reading.documents": ("LateEnds", "Tokens", "corpus_name", "utf8_bytes"),
     "rope_ext_hf.reading.forecast": ("Forecast", "NOTHING_RUN"),
     "rope_ext_hf.reading.memory": ("GPU_WORKING_BYTES", "MemoryEstimate", "check_memory", "widest_activation"),
-    "rope_ext_hf.reading.operations": ("ReadingSpeed", "estimate_flops", "measure_flops", "measure_speed"),
+    "rope_ext_hf.reading.operations": ("MINUTES", "ReadingSpeed", "estimate_flops", "measure_flops", "measure_speed"),
     "rope_ext_hf.reading.protocols": ("Span",),
     "rope_ext_hf.reading.scorer": ("Cost", "TokenScorer", "check_numbers"),
     "rope_ext_hf.reading.spans": (

@@ -24,6 +24,8 @@ _ELEMENTWISE = 40
 _CALLS = 1000
 """Smallest operations that take as long as the Python code of one layer in one pass, as it was measured."""
 _FEW_TOKENS = 8
+MINUTES = 600.0
+"""Seconds that a suggested measurement takes at most, where that is possible."""
 _WIDEST = {"cpu": 1024}  # of the weights that are measured, by the kind of device
 _WIDEST_ELSEWHERE = 4096
 
