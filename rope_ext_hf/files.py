@@ -372,6 +372,10 @@ def atomic_folder(
                 raise
 
 
+LOCKED: list[Path] = []
+"""The folders that this process has locked so far, to write in them: the same command can go on in these."""
+
+
 @contextmanager
 def locked(path: Path, folder: Path) -> Iterator[None]:
     """Hold the lock file `path` of a folder inside the `with` block; the lock file names this process.
@@ -390,6 +394,7 @@ def locked(path: Path, folder: Path) -> Iterator[None]:
         raise FileError(
             f"another process is writing {str(folder)!r}{who}; wait for it, or choose another folder"
         ) from error
+    LOCKED.append(folder)
     try:
         with suppress(OSError):  # without the name of the process the lock holds all the same
             if not path.stat().st_size or _holder(path):

@@ -220,6 +220,11 @@ def command_line(command: str, *arguments: object, **options: object) -> str:
     return shell_line(_command_words(command, *arguments, **options))
 
 
+def option_words(**options: object) -> str:
+    """Return options as a user types them, without a command; they are given as in `command_line`."""
+    return shlex.join(_command_words("", **options)[1:])
+
+
 def shell_line(words: Sequence[str]) -> str:
     """Return a command line of `rope-ext`, quoted for a shell, from the words that follow the name of the program."""
     return f"rope-ext {shlex.join(words)}"

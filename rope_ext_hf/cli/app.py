@@ -1,14 +1,16 @@
 """The program `rope-ext`: its commands, its own options, and its errors.
 
 Bad input ends with one line on standard error and exit code 2; a loss that is not finite with exit code 1; Ctrl-C with
-130. `rope-ext COMMAND --help` shows an example of each command. torch and transformers are imported inside the
-commands, here and in the other modules of this folder, so that --help answers at once.
+130, and SIGTERM, which job schedulers send, with 143. `rope-ext COMMAND --help` shows an example of each command. torch
+and transformers are imported inside the commands, here and in the other modules of this folder, so that --help answers
+at once.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from rope_ext_hf.cli.dataclass_options import expand_options
 from rope_ext_hf.cli.options import CommandSettings
 from rope_ext_hf.cli.parameters import split_arguments
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
+from rope_ext_hf.files import LOCKED
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 
 _LIBRARY_COMMANDS = (
@@ -58,6 +61,10 @@ def _plug_in_commands() -> list[Callable[..., Any]]:
 
 _ANYWHERE = frozenset({"--raise-limit", "--traceback"})
 """Options of `rope-ext` itself that may also stand behind the command."""
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM was sent to this process; it ends as it does after Ctrl-C, with another exit code."""
 
 
 class _Command(TyperCommand):
@@ -116,6 +123,7 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was typed."""
+        LOCKED.clear()
         try:
             with all_results():
                 return super().invoke(ctx)
@@ -125,9 +133,9 @@ class _Group(TyperGroup):
             raise
         except (KeyboardInterrupt, typer.Abort) as error:  # typer.Abort: Ctrl-C at a question
             settings = _SETTINGS.get(ctx.invoked_subcommand)
-            advice = f"; {settings.interrupted}" if settings is not None and settings.interrupted else ""
-            print_error(f"stopped{advice}")
-            raise typer.Exit(130) from error
+            begun = settings is not None and settings.interrupted and LOCKED  # a run in a folder, and no dry run
+            print_error(f"stopped; {settings.interrupted}" if settings is not None and begun else "stopped")
+            raise typer.Exit(143 if isinstance(error, _Terminated) else 130) from error
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run the program and exit; print errors here, instead of letting typer print them."""
@@ -220,7 +228,14 @@ def main() -> None:
     """Run `rope-ext` with the arguments of this process."""
     with suppress(OSError):  # a stream may be closed
         _keep_results_apart()
+    signal.signal(signal.SIGTERM, _terminate)
     app()
+
+
+def _terminate(*_: object) -> None:
+    """Stop the command; a second SIGTERM ends the process at once."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise _Terminated
 
 
 def _keep_results_apart() -> None:

@@ -23,7 +23,7 @@ from rope_ext_hf.files import json_text
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
-from rope_ext_hf.questions import Question, argument
+from rope_ext_hf.questions import Question, argument, option_words
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
@@ -245,9 +245,9 @@ class Prepared:
             plan = processes.reading(plan, name, empty, load, workers)
             self.forecast: Forecast | None = None
             if options.dry_run:
-                self.forecast = _forecast(empty, load, plan, workers, options.out)
+                self.forecast = _forecast(empty, load, plan, workers, options.out, question)
             else:
-                _check_memory(empty, load, plan, workers, most_spans=getattr(question, "max_spans", None))
+                _check_memory(empty, load, plan, workers, question)
         self.load, self.plan, self.workers = load, plan, workers
 
     def measure(self) -> Run[Any]:
@@ -308,9 +308,16 @@ def _with_key_tokens(
 
 
 def _check_memory(
-    empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers, most_spans: int | None = None
+    empty: PreTrainedModel,
+    load: EvalOptions,
+    plan: RunPlan[Any],
+    workers: Workers,
+    question: LengthsQuestion | None = None,
 ) -> None:
-    """Raise an error if a measurement does not fit into memory; else print the memory and time that it needs."""
+    """Raise an error if a measurement does not fit into memory; else print the memory and time that it needs.
+
+    `question` has the options with which it would take less time.
+    """
     from rope_ext_hf.hub import find_device, loaded_dtype
     from rope_ext_hf.reading.memory import check_memory
 
@@ -325,15 +332,24 @@ def _check_memory(
     if not needed.is_ample(device):
         print_note("needs", str(needed))
     print_note("reads", f"{count_text(sum(passes))} tokens{_readers_clause(plan)}: about {duration(seconds)}")
+    if question is not None and (shorter := _shorter(empty, load, plan, workers, question)):
+        print_note("shorter", shorter)
     too_short = getattr(plan.measurement.setting, "left_out", 0)
     if too_short:
         are = "document is" if too_short == 1 else "documents are"
         print_note("without", f"{too_short} {are} too short and left out")
-    if most_spans:
+    if most_spans := getattr(question, "max_spans", None):
         print_note("spans", f"at most {most_spans} per length; --max-spans all reads the whole text")
 
 
-def _forecast(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers, out: Path) -> Forecast:
+def _forecast(
+    empty: PreTrainedModel,
+    load: EvalOptions,
+    plan: RunPlan[Any],
+    workers: Workers,
+    out: Path,
+    question: LengthsQuestion | None = None,
+) -> Forecast:
     """Return the time, memory and disk space that a measurement would take."""
     import torch
 
@@ -359,7 +375,38 @@ def _forecast(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], wor
         gpu=memory_on_gpu,
         disk=0,
         folder=str(out),
+        shorter="" if question is None else _shorter(empty, load, plan, workers, question),
     )
+
+
+def _shorter(
+    empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers, question: LengthsQuestion
+) -> str:
+    """Return options with which a measurement takes minutes, and how long it takes then; empty if it does already.
+
+    They are fewer spans of text or prompts, and float32 where the CPU is at least twice as fast in it.
+    """
+    from rope_ext_hf.hub import find_device
+    from rope_ext_hf.reading.operations import MINUTES
+
+    seconds = _seconds(empty, load, plan, workers)
+    option = "trials" if isinstance(question, Passkey) else "max_spans"
+    if seconds <= MINUTES or not hasattr(question, option):
+        return ""
+    changed: dict[str, Any] = {}
+    if find_device(load.device).type == "cpu":
+        in_float32 = _seconds(empty, replace(load, dtype="float32"), plan, workers)
+        if in_float32 < seconds / 2:
+            changed["dtype"], seconds = "float32", in_float32
+    per_cell = plan.measurement.plan.most_spans if isinstance(question, Perplexity) else getattr(question, option)
+    count = min(per_cell, max(1, int(per_cell * MINUTES / seconds)))
+    if count < per_cell:
+        changed[option] = count
+    least = seconds * count / per_cell
+    advice = "; shorter --lengths or a GPU take less" if least > 2 * MINUTES else ""
+    if not changed:
+        return advice.removeprefix("; ")
+    return f"with {option_words(**changed)} about {duration(least)}{advice}"
 
 
 def _seconds(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers) -> float:

@@ -48,7 +48,7 @@ class CommandSettings:
     """Settings of one command of `rope-ext`."""
 
     panel: str  # the title under which `rope-ext --help` lists it
-    interrupted: str = ""  # advice for the user after Ctrl-C
+    interrupted: str = ""  # advice after Ctrl-C or SIGTERM, if the command had begun to write in a folder
     repeats: bool = False  # whether its first argument decides which command takes the others, as for `run`
 
 

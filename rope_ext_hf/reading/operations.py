@@ -17,7 +17,7 @@ from rope_ext_hf.reading.memory import cached_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ReadingSpeed", "estimate_flops", "measure_flops", "measure_speed"]
+__all__ = ["MINUTES", "ReadingSpeed", "estimate_flops", "measure_flops", "measure_speed"]
 
 EFFICIENCY = 0.5
 """The share of the speed of a large matrix product that reading text was measured to reach."""
@@ -26,6 +26,8 @@ _ELEMENTWISE = 40
 _CALLS = 1000
 """Smallest operations that take as long as the Python code of one layer in one pass, as it was measured."""
 _FEW_TOKENS = 8
+MINUTES = 600.0
+"""Seconds that a suggested measurement takes at most, where that is possible."""
 _WIDEST = {"cpu": 1024}  # of the weights that are measured, by the kind of device
 _WIDEST_ELSEWHERE = 4096
 

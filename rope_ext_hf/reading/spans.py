@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -254,6 +255,12 @@ class EvalPlan:
             for span in spans
             if span.score_to - span.start > self.recent
         ]
+
+    @property
+    def most_spans(self) -> int:
+        """The largest number of spans that are read at one length."""
+        counts = Counter(span.length for _, spans in self.documents for span in spans)
+        return max(counts.values())
 
     def input_ids(self, document: Tokens, start: int, stop: int) -> tuple[Tensor, int]:
         """Return the token ids for one pass, (tokens,) int64, and the position of the first of them in the document.

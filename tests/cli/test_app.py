@@ -4,11 +4,14 @@ import html
 import inspect
 import json
 import math
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -473,13 +476,32 @@ def test_an_interruption_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hub, "find_config", interrupt)
-    code, _, err = run("sweep", "reference", "--lengths", "256", "--out", str(tmp_path))
-    assert code == 130
-    assert err == "rope-ext: stopped; the same command continues where it stopped\n"
+    words = ("reference", "--lengths", "64", "--out", str(tmp_path), "--data", __file__)
+    with monkeypatch.context() as patched:
+        patched.setattr("rope_ext_hf.runs.runner.TokenScorer.losses", interrupt)
+        code, _, err = run("sweep", *words)
+        assert code == 130
+        assert err.splitlines()[-1] == "rope-ext: stopped; the same command continues where it stopped"
+    monkeypatch.setattr(hub, "find_config", interrupt)  # before there is a folder, and in a dry run
     for command in ("ppl", "passkey"):
-        assert run(command, "reference", "--lengths", "256", "--out", str(tmp_path))[2] == err
+        for more in ((), ("--dry-run",)):
+            assert run(command, "reference", *words[1:5], *more)[::2] == (130, "rope-ext: stopped\n")
     assert run("describe", "reference")[::2] == (130, "rope-ext: stopped\n")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="Windows ends a process without a signal")
+def test_sigterm_says_that_the_same_command_continues(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rope_ext_hf", "ppl", "reference", "--lengths", "256,4096", "--max-spans", "all"]
+    with subprocess.Popen([*command, "--out", str(tmp_path)], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("run"):
+                break
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        last = process.stderr.read().splitlines()[-1]
+    assert (process.returncode, last) == (143, "rope-ext: stopped; the same command continues where it stopped")
 
 
 @pytest.mark.parametrize("behind", [False, True])

@@ -43,7 +43,7 @@ def test_the_passes_are_those_of_the_run(protocol: str, tokenized: list[int]) ->
     assert sum(tokenized) == sum(len(book.text) for book in BOOKS)
     assert read < sum(tokenized) / 20
     assert sum(forecast.measurement.passes) == pytest.approx(sum(plan.measurement.passes), rel=0.01)
-    assert forecast.measurement.scored == pytest.approx(plan.measurement.scored, rel=0.01)
+    assert forecast.measurement.scored == pytest.approx(plan.measurement.scored, rel=0.1)
     assert (forecast.methods, forecast.data) == (plan.methods, plan.data)
 
 

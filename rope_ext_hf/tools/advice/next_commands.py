@@ -6,11 +6,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from rope_ext_hf.errors import CheckpointError, duration
+from rope_ext_hf.eval.questions import Passkey
+from rope_ext_hf.hub import find_device, loaded_dtype
 from rope_ext_hf.questions import command_line
-from rope_ext_hf.reading.operations import estimate_flops
+from rope_ext_hf.reading.operations import MINUTES, measure_speed
 from rope_ext_hf.tools.advice.guidance import SERVING
 from rope_ext_hf.tools.engines.base import find_engine, reference_engine, usual_server
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
@@ -18,9 +22,19 @@ from rope_ext_hf.tools.serving.configs import Model
 from rope_ext_hf.tools.serving.gpu_memory import GPUMemory
 from rope_ext_hf.tools.serving.questions import GPUServer
 
-_MEASURED_SPANS = 8  # spans of every length in the commands that measure: enough to compare methods
-_SUSTAINED = 1e14
-"""Operations per second, for times: a round number that accelerators of several generations sustain in bfloat16."""
+_MOST_SPANS = 8  # spans of every length in the commands that measure: enough to compare methods
+_ANSWERS = 1 + Passkey.__dataclass_fields__["distractors"].default
+_DEPTHS: tuple[float, ...] = Passkey.__dataclass_fields__["depths"].default
+_MOST_TRIALS: int = Passkey.__dataclass_fields__["trials"].default
+
+
+class _Amount(NamedTuple):
+    """The amount of text that a command measures on, so that it takes minutes on this device where that is possible."""
+
+    count: int  # spans of text, or prompts, per length
+    seconds: float
+    device: str
+    dtype: str | None  # the option --dtype, where the CPU is much faster in another one than the model's
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,9 @@ class NextCommands:
                 return ()
             return (command_line("serve-config", name, **self.options, engine=engine),)
         patch = {"method": method, "target_length": self.target_length, **self.options}
-        measure = command_line("ppl", name, **patch, lengths=lengths, max_spans=_MEASURED_SPANS, data="texts/*.txt")
+        amount = self._amount([*lengths] * 2, _MOST_SPANS)
+        reading = {"max_spans": amount.count, "dtype": amount.dtype} if amount else {"max_spans": _MOST_SPANS}
+        measure = command_line("ppl", name, **patch, lengths=lengths, data="texts/*.txt", **reading)
         folder = f"{Path(name).name}-{self.target_length}"
         if purpose == "train":
             return (measure, command_line("finetune", name, **patch, data="texts/*.txt", minutes=60, out=folder))
@@ -101,12 +117,21 @@ class NextCommands:
     def _measuring(self, methods: Sequence[str], lengths: Sequence[int]) -> dict[str, tuple[str, ...]]:
         name = self.model.given_name
         options = {"method": methods, "target_length": self.target_length, **self.options, "lengths": lengths}
-        passes = [*lengths] * (_MEASURED_SPANS * (len(methods) + 1))
-        goal = f"measure on your own text: {sum(passes):,} tokens are read{self._time(passes)}"
+        passes = [*lengths] * (len(methods) + 1)
+        spans = self._amount(passes, _MOST_SPANS)
+        trials = self._amount(passes * len(_DEPTHS), _MOST_TRIALS, answers=_ANSWERS)
+        count = spans.count if spans else _MOST_SPANS
+        goal = f"measure on your own text: {sum(passes) * count:,} tokens are read"
+        if spans is None or trials is None:
+            ppl, passkey = {"max_spans": count}, {}
+        else:
+            goal += f", about {duration(spans.seconds)} on {spans.device}; retrieval: about {duration(trials.seconds)}"
+            ppl = {"max_spans": count, "dtype": spans.dtype}
+            passkey = {"trials": trials.count, "dtype": trials.dtype}
         return {
             goal: (
-                command_line("ppl", name, **options, max_spans=_MEASURED_SPANS, data="texts/*.txt"),
-                command_line("passkey", name, **options),
+                command_line("ppl", name, **options, data="texts/*.txt", **ppl),
+                command_line("passkey", name, **options, **passkey),
             )
         }
 
@@ -160,14 +185,23 @@ class NextCommands:
             lines.append(shlex.join(config.command))
         return tuple(lines)
 
-    def _time(self, passes: Sequence[int]) -> str:
-        """Return a clause on the time that passes through the model take on an accelerator; empty if it is not known.
+    def _amount(self, passes: Sequence[int], most: int, answers: int = 0) -> _Amount | None:
+        """Return how many spans or prompts per length are measured in minutes on this device, from 1 to `most`.
 
-        `passes` are the numbers of tokens of the passes.
+        `passes` are the numbers of tokens of the passes for one of them, each with this number of answers. None: the
+        model has no class that loads alone, so that its time is not known.
         """
         try:
             model = self.model.empty_model()
-        except CheckpointError:  # the text half of a composite model may have no class that loads alone
-            return ""
-        seconds = estimate_flops(model, passes, scored=0) / _SUSTAINED
-        return f", about {duration(seconds)} at {_SUSTAINED / 1e12:g} TFLOP/s"
+        except CheckpointError:  # the text half of a composite model
+            return None
+        device, dtype = find_device("auto"), loaded_dtype(model, "auto")
+        seconds = {
+            each: measure_speed(model, device, each).seconds(model, passes, 0, answers * len(passes))
+            for each in ({dtype, torch.float32} if device.type == "cpu" else {dtype})
+        }
+        fastest = min(seconds, key=lambda each: seconds[each])
+        faster = fastest != dtype and seconds[fastest] < seconds[dtype] / 2
+        one = seconds[fastest if faster else dtype]
+        count = min(most, max(1, int(MINUTES / one)))
+        return _Amount(count, count * one, str(device), str(fastest).removeprefix("torch.") if faster else None)
