@@ -115,7 +115,8 @@ def ruler_section(line: Row) -> str:
         mean = cells[label, None]
         published = [each.numbers(method) for each in tables if method in each.values]
         scores = [f"{cells[label, length]['score']:.1f}" for length in lengths]
-        change = Estimate(*mean["over_as_loaded"], line["samples"])
+        value, low, high = mean["over_as_loaded"]
+        change = Estimate(value, low, high, line["samples"])
         gap = "" if label == "unpatched" else f" ({_gap(change, digits=1)})"
         rows.append([f"`{label}`", *scores, f"{mean['score']:.1f}{gap}", ", ".join(published) or "–"])
     of = f" ({', '.join(f'{each.source}, {each.lengths[0]}' for each in tables)})" if tables else ""

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -72,19 +71,31 @@ class DocumentLoss(NamedTuple):
 
     def plus(self, other: DocumentLoss) -> DocumentLoss:
         """Return the loss of this part of a document and of another part of it, together."""
-        sums = map(add, self[1:7], other[1:7])
-        recent = None
+        recent_nats = None
         if self.recent_nats is not None and other.recent_nats is not None:
-            recent = self.recent_nats + other.recent_nats
-        return DocumentLoss(self.name, *sums, recent_nats=recent)
+            recent_nats = self.recent_nats + other.recent_nats
+        return DocumentLoss(
+            self.name,
+            nats=self.nats + other.nats,
+            tokens=self.tokens + other.tokens,
+            bytes=self.bytes + other.bytes,
+            spans=self.spans + other.spans,
+            key_nats=self.key_nats + other.key_nats,
+            key_tokens=self.key_tokens + other.key_tokens,
+            recent_nats=recent_nats,
+        )
 
     def to_record(self) -> list[float]:
         """Return all fields but the name as a list for JSON.
 
         The two numbers of key tokens are left out where there are none, and the last one where it is not known.
         """
-        recent = [] if self.recent_nats is None else [self.recent_nats]
-        return [*self[1 : 7 if self.key_tokens else 5], *recent]
+        record = [self.nats, self.tokens, self.bytes, self.spans]
+        if self.key_tokens:
+            record += [self.key_nats, self.key_tokens]
+        if self.recent_nats is not None:
+            record.append(self.recent_nats)
+        return record
 
 
 @dataclass(frozen=True)
@@ -394,7 +405,11 @@ class PerplexityRuns(RunKind):
             return [(document.key_nats, float(document.key_tokens)) for document in documents]
 
         recent = {
-            result.length: [unit.item(d._replace(nats=d.recent_nats)) for d in result.documents]
+            result.length: [
+                unit.item(document._replace(nats=document.recent_nats))
+                for document in result.documents
+                if document.recent_nats is not None
+            ]
             for result in run.results
             if result.recent_loss is not None
         }

@@ -78,8 +78,8 @@ def tokenize(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokeni
     tokenized: list[Tokens] = []
     for group in _groups(documents):
         texts = [document for document in group if isinstance(document, Document) and document.ids is None]
-        for document in texts:
-            utf8_bytes(document.name, document.text)
+        for text in texts:
+            utf8_bytes(text.name, text.text)
         ids_of_texts = iter(tokenize_texts(tokenizer, [document.text for document in texts]))
         for document in group:
             if isinstance(document, Tokens):

@@ -94,7 +94,10 @@ def test_the_reference_stands_in_the_table_and_in_the_files(tmp_path: Any) -> No
     texts = [document(seed=seed) for seed in range(4)]
     question = Perplexity(lengths=LENGTHS, data=texts, protocol="same-start", targets=TARGETS, bos=False)
     run = measure(build("llama"), question, methods=["rerope"], out=tmp_path)
-    rows = {str(row): values for row, *values in zip(*(column.cells for column in run.table().columns), strict=True)}
+    table = run.table()
+    assert table is not None
+    assert run.path is not None
+    rows = {str(row): values for row, *values in zip(*(column.cells for column in table.columns), strict=True)}
     reference = [str(cell).strip() for cell in rows["unpatched, last 64 tokens"]]
     values = {result.length: result.recent_loss for result in run.results if result.recent_loss is not None}
     assert [*values] == [128, 192]
