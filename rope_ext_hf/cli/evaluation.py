@@ -331,7 +331,12 @@ def _check_memory(
         return
     if not needed.is_ample(device):
         print_note("needs", str(needed))
-    print_note("reads", f"{count_text(sum(passes))} tokens{_readers_clause(plan)}: about {duration(seconds)}")
+    all_passes = sum(plan.passes(empty))
+    if all_passes == max(1, len(plan.methods)) * sum(passes):
+        tokens = f"{count_text(sum(passes))} tokens{_readers_clause(plan)}"
+    else:  # some methods need fewer passes
+        tokens = f"{count_text(all_passes)} tokens in all"
+    print_note("reads", f"{tokens}: about {duration(seconds)}")
     if question is not None and (shorter := _shorter(empty, load, plan, workers, question)):
         print_note("shorter", shorter)
     too_short = getattr(plan.measurement.setting, "left_out", 0)
@@ -368,7 +373,7 @@ def _forecast(
     at = ", ".join(f"{length:,}" for length in lengths)
     return Forecast(
         does=(f"measure {plan.measurement.kind} of {plan.data} at {at} tokens: {', '.join(methods)}",),
-        tokens=max(1, len(plan.methods)) * sum(passes),
+        tokens=sum(plan.passes(empty)),
         seconds=_seconds(empty, load, plan, workers),
         device=device,
         memory=memory,
@@ -415,8 +420,7 @@ def _seconds(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], work
     from rope_ext_hf.reading.operations import measure_speed
 
     speed = measure_speed(empty, find_device(load.device), loaded_dtype(empty, load.dtype))
-    once = _pass_seconds(empty, plan.measurement, speed, *plan.measurement.passes)
-    return max(1, len(plan.methods)) * once / workers.count
+    return _pass_seconds(empty, plan.measurement, speed, *plan.passes(empty)) / workers.count
 
 
 def _pass_seconds(model: PreTrainedModel, measurement: Measurement, speed: ReadingSpeed, *passes: int) -> float:
@@ -459,21 +463,19 @@ def shown_progress(workers: Workers | None = None) -> Progress:
 
         def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
             self.bar = self.closing.enter_context(progress_bar("unpatched", show=first))
-            self.plan = plan
-            self.repeats = max(1, len(plan.methods)) / processes.count  # passes of this process over the same text
+            self.plan, self.passes = plan, plan.passes(model)
             speed = measure_speed(model, model.device, model.dtype)
             self.work = cache(partial(_pass_seconds, model, plan.measurement, speed))
-            passes = plan.measurement.passes
-            self.bar.left.total = self.repeats * self.work(*passes)
-            self.bar.left.largest = self.work(max(passes, default=0))
-            self.bar.left.count = self.repeats * len(passes)
+            self.bar.left.total = self.work(*self.passes) / processes.count
+            self.bar.left.largest = self.work(max(self.passes, default=0))
+            self.bar.left.count = len(self.passes) / processes.count
 
         def started(self, folder: Path, done: int, units: int) -> None:
             remaining = 1 - done / max(1, units)  # there may be no unit for this process
             self.bar.left.total *= remaining
             self.bar.left.count *= remaining
             if first:
-                self.bar.set_total(round(self.repeats * sum(self.plan.measurement.passes)))
+                self.bar.set_total(round(sum(self.passes) / processes.count))
                 print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
 
         def reading(self, how: str) -> None:

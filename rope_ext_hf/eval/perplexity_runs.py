@@ -18,7 +18,7 @@ from torch import Tensor
 from rope_ext_hf.errors import CorpusError, MethodError, capital, printable, short
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity, Sweep
 from rope_ext_hf.method_choice import MethodChoice
-from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.reading.corpora import load
@@ -483,6 +483,11 @@ class PerplexityMeasurement(Measurement):
                 f"none of the scored tokens is a key token ({keys_from}), so LongPPL has no value; give longer text or "
                 "longer lengths, or another evaluator, one that reads the longest length well"
             )
+
+    def passes_under(self, method: RopeMethod | None, rotary: Rotary) -> list[int]:
+        """Return the number of tokens in each pass under a method; under some, lengths share passes (`span_passes`)."""
+        by_length = rotary.length_dependent if method is None else method.depends_on_length(rotary)
+        return self.plan.passes(by_length=by_length, recent=method is None)
 
     def _scores_a_key_token(self, keys: Sequence[Tensor]) -> bool:
         """Return whether any scored token is a key token.

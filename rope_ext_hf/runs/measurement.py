@@ -8,11 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from rope_ext_hf.errors import short
-from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Cell", "Measurement", "Passed", "RunPlan", "Scored", "Value"]
 
@@ -94,6 +98,17 @@ class Measurement(ABC):
     short_passes: int = 0
     all_cells: Sequence[Cell]
 
+    def passes_under(self, method: RopeMethod | None, rotary: Rotary) -> Sequence[int]:
+        """Return for each pass under one method its number of tokens, for estimates and progress; by default `passes`.
+
+        A measurement that reads less text under some methods overrides it.
+
+        Args:
+            method: the method; None: the model as it is.
+            rotary: the rotary embedding that methods extend.
+        """
+        return self.passes
+
     def cells(self, item: int) -> Sequence[Cell]:
         """Return the cells in which the item with this index gets a value; by default `all_cells`.
 
@@ -173,3 +188,12 @@ class RunPlan(Generic[M_co]):
     unit: str | None = None
     reader: dict[str, str] = field(default_factory=dict)
     reader_modules: tuple[str, ...] = ()
+
+    def passes(self, model: PreTrainedModel) -> list[int]:
+        """Return for each pass of the run, with all of its methods, the number of tokens.
+
+        `model` is the model that is measured; it may be on the meta device.
+        """
+        rotary = patch_geometry(model, over=self.over, context_length=self.context_length)
+        methods = self.methods or (None,)
+        return [tokens for method in methods for tokens in self.measurement.passes_under(method, rotary)]

@@ -86,7 +86,7 @@ class _TqdmProgress(Progress):
     def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
         from tqdm.auto import tqdm
 
-        total = sum(plan.measurement.passes) * max(1, len(plan.methods))
+        total = sum(plan.passes(model))
         self._bar = tqdm(total=total, unit=" tokens", unit_scale=True)
 
     def started(self, folder: Path, done: int, units: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,6 +67,9 @@ def test_every_length_has_the_loss_of_an_input_of_that_length(method: RopeMethod
     expected = 2 * list(LENGTHS) if by_length else [192, 192]
     recent = [] if method else 4 * [TRAINED]  # of 128 and 192 tokens, in each of the two runs
     assert sorted(passes) == sorted(expected + recent)
+    question = Perplexity(lengths=LENGTHS, data=[text], protocol="same-start", targets=TARGETS, bos=False)
+    plan = replace(question.plan(build("llama")), methods=(method,))
+    assert sorted(plan.passes(build("llama"))) == sorted(passes)  # what a forecast counts
 
 
 @torch.inference_mode()
