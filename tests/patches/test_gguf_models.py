@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, FileError
+from rope_ext_hf.gguf_files import read_file_rope
 from rope_ext_hf.hub import load_empty, load_model, load_tokenizer, model_folder
+from rope_ext_hf.patches.gguf_models import check_rotation
 from rope_ext_hf.runs.model_digest import model_digest
 from tests.support.gguf_models import LENGTH, THETA, write_llama
 from tests.support.models import logits, tokens
@@ -193,3 +196,13 @@ def test_a_rope_that_transformers_does_not_compute_is_refused(
     write_llama(file, keys=keys, tensors=tensors)
     with pytest.raises(CheckpointError, match=message):
         load_empty(file)
+
+
+@pytest.mark.parametrize("changed", [{"rope.freq_base": 1e4}, {"rope.scale_linear": 2.0}])
+def test_another_rotation_than_the_stated_one_is_refused(changed: dict[str, float], file: Path) -> None:
+    """For an architecture whose keys transformers reads otherwise, or not at all."""
+    model = write_llama(file)
+    stated = read_file_rope(file)
+    check_rotation(rope.fingerprint(model), stated, file)
+    with pytest.raises(CheckpointError, match=r"another RoPE .*\(theta 50000, 16 dims\) than the file states"):
+        check_rotation(rope.fingerprint(model), replace(stated, keys={**stated.keys, **changed}), file)

@@ -101,8 +101,8 @@ def write_llama(
     writer.add_token_merges(["t h"])
     writer.add_eos_token_id(256)
     for name, value in (keys or {}).items():
-        add_key = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-        add_key(name if name.startswith("split.") else f"llama.{name}", value)
+        write_key = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        write_key(name if name.startswith("split.") else f"llama.{name}", value)
 
     def add(name: str, parameter: torch.Tensor, heads: int = 0) -> None:
         values = parameter.detach().numpy()
