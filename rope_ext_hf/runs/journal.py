@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, ParamSpec, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 from rope_ext_hf.bounds import limit
 from rope_ext_hf.errors import FileError, one_line, short
@@ -23,8 +23,6 @@ from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.measurement import Cell, RunContents, Value, cell_from_json
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _JOURNALS = "records.*.jsonl"
 _CHUNKS = "chunks.json"
 _GO_ON = "make room, and the same command goes on where this one stopped"
