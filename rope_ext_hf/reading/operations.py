@@ -80,6 +80,8 @@ def measure_speed(
 
     A second call for the same shape, device and dtype returns the speed that was measured first.
     """
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        dtype = torch.bfloat16  # quantised weights are multiplied in another dtype than they are saved in
     config: Any = model.config.get_text_config()
     layers = [layer for layer in cached_layers(config) if layer.per_token]
     heads, head_dim = (layers[0].heads, layers[0].head_dim) if layers else (1, 64)

@@ -169,13 +169,19 @@ class TrainingMaterial:
     training: list[Tokens]
     held_out: list[Tokens]
 
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths to measure: of those of `doubling`, the ones that some text to measure has, in tokens."""
+        longest = max(len(document.ids) for document in self.held_out)
+        return [length for length in doubling(self.short, self.long) if length <= longest]
+
 
 def training_material(question: Finetuning) -> TrainingMaterial:
     """Read and check everything that a fine-tuning needs besides weights.
 
     Raises:
         MethodError: the model is an adapter or a GGUF file, or the method states no length to extend to.
-        CorpusError: the text is shorter than one row.
+        CorpusError: the text to train on is shorter than one row, or no document to measure is as long.
     """
     if is_gguf(question.model):
         raise MethodError(
@@ -193,6 +199,13 @@ def training_material(question: Finetuning) -> TrainingMaterial:
     if tokens < long:
         raise CorpusError(
             f"the text to train on has {tokens:,} tokens, fewer than the {long:,} of one row; give longer text"
+        )
+    longest = max((len(document.ids) for document in held_out), default=0)
+    if longest < long:
+        source = "a tenth of --data that is held out" if question.eval_data is None else "--eval-data"
+        raise CorpusError(
+            f"the text to measure ({source}) has no document of {long:,} tokens, the extended length; the longest has "
+            f"{longest:,}. Give longer documents with --eval-data"
         )
     return TrainingMaterial(short, long, tokenizer, training, held_out)
 
@@ -229,7 +242,7 @@ class _FinetuningRun:
         results = perplexity(
             model,
             material.held_out,
-            lengths=doubling(material.short, material.long),
+            lengths=material.lengths,
             targets=material.short // 2,
             max_spans=question.max_spans,
             data=corpus_name(question.data if question.eval_data is None else question.eval_data),

@@ -17,7 +17,6 @@ from rope_ext_hf.tools.training.finetuning import (
     RETRIEVAL_TRIALS,
     TrainingMaterial,
     check_packages,
-    doubling,
     training_material,
     with_adapters,
 )
@@ -44,7 +43,7 @@ def forecast(question: Finetuning, out: Path) -> Forecast:
     model = load_empty(question.model, **question.source)
     apply_choice(question, model)
     short, long = material.short, material.long
-    lengths = doubling(short, long)
+    lengths = material.lengths
     models = 5 if question.control else 3
     rows, trainings = question.batch * question.accumulate, 2 if question.control else 1
     device, dtype = find_device(question.device), loaded_dtype(model, question.dtype)
@@ -63,9 +62,10 @@ def forecast(question: Finetuning, out: Path) -> Forecast:
     memory = _memory(question, model.config, weights, learned, width, long)
     trained_parts = "all weights" if question.train_all else f"adapters of rank {question.rank}, norms and embeddings"
     control = ", and a control" if question.control else ""
+    at = ", ".join(f"{length:,}" for length in lengths)
     return Forecast(
         does=(
-            f"measure {models} models at {', '.join(f'{length:,}' for length in lengths)} tokens",
+            f"measure {models} models at {at} tokens ({_meaning(lengths, long)})",
             f"train {trained_parts} for {duration}, {rows} rows of {long:,} tokens a step{control}",
             f"write {out / 'model'}",
         ),
@@ -80,12 +80,18 @@ def forecast(question: Finetuning, out: Path) -> Forecast:
     )
 
 
+def _meaning(lengths: list[int], long: int) -> str:
+    """Return a clause that says which lengths are measured."""
+    last = "up to the extended length" if lengths[-1] <= long else "beyond the extended length"
+    return f"the context length, doubled {last} of {long:,}"
+
+
 def _measuring_work(
     question: Finetuning, material: TrainingMaterial, model: PreTrainedModel, models: int, speed: ReadingSpeed
 ) -> _Work:
     """Return the work of measuring `models` models; on the patched ones among them, retrieval is measured, too."""
     perplexity = Perplexity(
-        lengths=doubling(material.short, material.long),
+        lengths=material.lengths,
         targets=material.short // 2,
         max_spans=question.max_spans,
         data=material.held_out,

@@ -21,8 +21,9 @@ from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import CheckpointError, MethodError
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.reading.memory import cached_bytes
+from rope_ext_hf.reading.operations import ReadingSpeed
 from rope_ext_hf.tools import serving
-from rope_ext_hf.tools.advice import Advice, advise
+from rope_ext_hf.tools.advice import Advice, advise, next_commands
 from rope_ext_hf.tools.advice.guidance import FINE_TUNING, PURPOSES, PYTHON, SERVING, SHORT_INPUTS, guidance_of
 from tests.support.models import build
 from tests.support.wrapped_text import unwrapped
