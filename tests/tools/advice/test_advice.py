@@ -266,8 +266,8 @@ def test_every_line_fits_a_pipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 @of_model("Qwen3-8B")
 def test_suggested_measurements_take_minutes_on_this_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 models, 2 operations for each of 7 billion weights and token; and attention."""
-    pairs = 40960**2 / 2 + 131072**2 / 2
-    operations = 8 * (2 * 6.9e9 * (40960 + 131072) + 4 * pairs * 36 * 32 * 128)
+    pairs = 32768**2 / 2 + 131072**2 / 2
+    operations = 8 * (2 * 6.9e9 * (32768 + 131072) + 4 * pairs * 36 * 32 * 128)
 
     def lines(rate: float, in_float32: float) -> tuple[str, list[str]]:
         def speed(model: Any, device: Any, dtype: torch.dtype) -> ReadingSpeed:
@@ -280,10 +280,12 @@ def test_suggested_measurements_take_minutes_on_this_device(folder: Path, monkey
         goal = next(goal for goal in commands if goal.startswith("measure"))
         return goal, list(commands[goal])
 
-    goal, (ppl, passkey) = lines(operations * 3.5 / 600, operations / 600)  # three spans and a half in ten minutes
+    goal, (ppl, passkey) = lines(
+        operations * 3.5 / 600, operations * 3.5 / 600
+    )  # three spans and a half in ten minutes
     assert "--max-spans 3" in ppl
     assert "--trials 1" in passkey  # five depths
-    assert f"{3 * 8 * (40960 + 131072):,} tokens" in goal
+    assert f"{3 * 8 * (32768 + 131072):,} tokens" in goal
     assert "about 9 minutes on cpu; retrieval: about 14 minutes" in goal
     assert "--dtype" not in ppl + passkey
     goal, (ppl, passkey) = lines(operations / 6000, operations / 30)  # bfloat16 is 200 times slower than float32
