@@ -266,8 +266,8 @@ def test_every_line_fits_a_pipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 @of_model("Qwen3-8B")
 def test_suggested_measurements_take_minutes_on_this_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 models, 2 operations for each of 7 billion weights and token; and attention."""
-    pairs = 40960**2 / 2 + 131072**2 / 2
-    operations = 8 * (2 * 6.9e9 * (40960 + 131072) + 4 * pairs * 36 * 32 * 128)
+    pairs = 32768**2 / 2 + 131072**2 / 2
+    operations = 8 * (2 * 6.9e9 * (32768 + 131072) + 4 * pairs * 36 * 32 * 128)
 
     def lines(rate: float, in_float32: float) -> tuple[str, list[str]]:
         def speed(model: Any, device: Any, dtype: torch.dtype) -> ReadingSpeed:
@@ -275,18 +275,21 @@ def test_suggested_measurements_take_minutes_on_this_device(folder: Path, monkey
             return ReadingSpeed(products, products, 1e30, 1e30, 1e30)
 
         monkeypatch.setattr(next_commands, "measure_speed", speed)
+        monkeypatch.setattr(next_commands, "loaded_dtype", lambda *_: torch.bfloat16)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         commands = advise(folder, 128 * K).commands
         goal = next(goal for goal in commands if goal.startswith("measure"))
         return goal, list(commands[goal])
 
-    goal, (ppl, passkey) = lines(operations * 3.5 / 600, operations / 600)  # three spans and a half in ten minutes
+    goal, (ppl, passkey) = lines(
+        operations * 3.5 / 600, operations * 3.5 / 600
+    )  # three spans and a half in ten minutes
     assert "--max-spans 3" in ppl
     assert "--trials 1" in passkey  # five depths
-    assert f"{3 * 8 * (40960 + 131072):,} tokens" in goal
+    assert f"{3 * 8 * (32768 + 131072):,} tokens" in goal
     assert "about 9 minutes on cpu; retrieval: about 14 minutes" in goal
     assert "--dtype" not in ppl + passkey
-    goal, (ppl, passkey) = lines(operations / 6000, operations / 30)  # bfloat16 is 200 times slower than float32
+    goal, (ppl, passkey) = lines(operations / 6000, operations / 28)  # bfloat16 is 200 times slower than float32
     assert "--max-spans 8 --dtype float32" in ppl
     assert "--trials 4 --dtype float32" in passkey
 
