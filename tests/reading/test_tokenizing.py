@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rope_ext_hf.reading import spans
+from rope_ext_hf.reading import spans, token_bytes
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.spans import make_plan, tokenize
 from rope_ext_hf.reading.token_bytes import byte_ends
@@ -43,7 +43,7 @@ def test_truncation_and_padding_of_an_earlier_call_do_not_matter() -> None:
 
 
 def test_a_class_that_changes_texts_itself_is_called() -> None:
-    class Shouting(PreTrainedTokenizerFast):
+    class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
         def _encode_plus(self, text: Any, *args: Any, **options: Any) -> Any:
             return super()._encode_plus(text.upper() if isinstance(text, str) else text, *args, **options)
 
@@ -57,9 +57,14 @@ def test_a_class_that_changes_texts_itself_is_called() -> None:
 def test_only_the_ends_of_documents_that_are_read_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a corpus of eight books, four spans are in four of them at most."""
     tokenizer = byte_level()
-    searched = []
-    found = spans.spelled_ends
-    monkeypatch.setattr(spans, "spelled_ends", lambda text, tokens: searched.append(text) or found(text, tokens))
+    searched: list[str] = []
+    spelled_ends = token_bytes.spelled_ends
+
+    def counted(text: str, tokens: Any) -> Any:
+        searched.append(text)
+        return spelled_ends(text, tokens)
+
+    monkeypatch.setattr(spans, "spelled_ends", counted)
     texts = [f"{index} {'some words ' * 40}" for index in range(8)]
     plan = make_plan(tokenize([Document(text[0], text) for text in texts], tokenizer), lengths=[32], max_spans=2)
     assert not searched

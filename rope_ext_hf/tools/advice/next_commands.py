@@ -23,15 +23,14 @@ from rope_ext_hf.tools.serving.gpu_memory import GPUMemory
 from rope_ext_hf.tools.serving.questions import GPUServer
 
 _MOST_SPANS = 8  # spans of every length in the commands that measure: enough to compare methods
-_ANSWERS = 1 + Passkey.__dataclass_fields__["distractors"].default
-_DEPTHS: tuple[float, ...] = Passkey.__dataclass_fields__["depths"].default
-_MOST_TRIALS: int = Passkey.__dataclass_fields__["trials"].default
+_PASSKEY = Passkey(lengths=[4096])  # the lengths do not matter here
+_ANSWERS = 1 + _PASSKEY.distractors
 
 
 class _Amount(NamedTuple):
     """The amount of text that a command measures on, so that it takes minutes on this device where that is possible."""
 
-    count: int  # spans of text, or prompts, per length
+    spans: int  # of text, or prompts, per length
     seconds: float
     device: str
     dtype: str | None  # the option --dtype, where the CPU is much faster in another one than the model's
@@ -119,15 +118,16 @@ class NextCommands:
         options = {"method": methods, "target_length": self.target_length, **self.options, "lengths": lengths}
         passes = [*lengths] * (len(methods) + 1)
         spans = self._amount(passes, _MOST_SPANS)
-        trials = self._amount(passes * len(_DEPTHS), _MOST_TRIALS, answers=_ANSWERS)
-        count = spans.count if spans else _MOST_SPANS
+        trials = self._amount(passes * len(_PASSKEY.depths), _PASSKEY.trials, answers=_ANSWERS)
+        count = spans.spans if spans else _MOST_SPANS
         goal = f"measure on your own text: {sum(passes) * count:,} tokens are read"
         if spans is None or trials is None:
-            ppl, passkey = {"max_spans": count}, {}
+            ppl: dict[str, Any] = {"max_spans": count}
+            passkey: dict[str, Any] = {}
         else:
             goal += f", about {duration(spans.seconds)} on {spans.device}; retrieval: about {duration(trials.seconds)}"
             ppl = {"max_spans": count, "dtype": spans.dtype}
-            passkey = {"trials": trials.count, "dtype": trials.dtype}
+            passkey = {"trials": trials.spans, "dtype": trials.dtype}
         return {
             goal: (
                 command_line("ppl", name, **options, data="texts/*.txt", **ppl),

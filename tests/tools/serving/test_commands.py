@@ -153,7 +153,7 @@ def test_commands_take_a_gguf_file_or_say_what_to_type(tmp_path: Path) -> None:
     file = tmp_path / "small.gguf"
     write_llama(file)
     method = ("--method", "yarn", "--factor", 2)
-    for arguments in (
+    working: list[tuple[Any, ...]] = [
         ("describe", file, *method),
         ("detect", file),
         ("serve-config", file, *method, "--engine", "gguf"),
@@ -161,18 +161,20 @@ def test_commands_take_a_gguf_file_or_say_what_to_type(tmp_path: Path) -> None:
         ("audit", tmp_path / "out.gguf"),
         ("ppl", file, "--lengths", "32,64", "--max-spans", 2, "--data", "stdlib", "--out", tmp_path / "runs", *method),
         ("convert", file, tmp_path / "folder", "--to", "half", "--dequantize", "bfloat16"),
-    ):
+    ]
+    for arguments in working:
         code, _, error = run(*arguments)
         assert code == 0, error
     (stored,) = (tmp_path / "runs").iterdir()
     assert run("run", stored)[0] == 0
-    for arguments in (
+    refused: list[tuple[Any, ...]] = [
         ("patch", file, *method, "--out", tmp_path / "new"),
         ("serve-config", file, *method, "--engine", "vllm"),
         ("extend", file, "--target-length", 256, "--out", tmp_path / "new"),
         ("finetune", file, *method, "--data", "stdlib", "--steps", 1, "--out", tmp_path / "new"),
         ("card", file),
-    ):
+    ]
+    for arguments in refused:
         code, _, error = run(*arguments)
         assert code == 2
         assert "`rope-ext gguf" in error, error
