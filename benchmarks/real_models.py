@@ -1,4 +1,4 @@
-"""How well pretrained models read beyond their context length under each method: fills docs/results/real-models.json.
+"""Measure how pretrained models read beyond their context length under each method: docs/results/real-models.json.
 
     python benchmarks/real_models.py --model MODEL --data 'novels/*.txt' [--device cuda] [--minutes 20]
 

@@ -37,7 +37,7 @@ def _calls_compiled_part_alone(tokenizer: PreTrainedTokenizerBase) -> bool:
     """
     from transformers import PreTrainedTokenizerFast
 
-    plain, given = PreTrainedTokenizerFast, type(tokenizer)
+    plain, actual = PreTrainedTokenizerFast, type(tokenizer)
     if not isinstance(tokenizer, plain):
         return False
-    return all(getattr(given, name, None) is getattr(plain, name, None) for name in _ENCODERS)
+    return all(getattr(actual, name, None) is getattr(plain, name, None) for name in _ENCODERS)
