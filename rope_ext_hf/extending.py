@@ -22,8 +22,8 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.installing:install_command": "the pip command to name where a package is missing",
     "rope_ext_hf.lazy:lazy_names": "names of a package that are imported when first used",
     # files and models
-    "rope_ext_hf.files": "read JSON and list model folders safely; write files and folders whole or not at all",
-    "rope_ext_hf.hub": "find, read and load configs, models and tokenizers by name; turn foreign errors into ours",
+    "rope_ext_hf.files": "read JSON and list folders safely; write whole or not at all; turn foreign errors into ours",
+    "rope_ext_hf.hub": "find, read and load configs, models and tokenizers by name",
     "rope_ext_hf.gguf_files": "open GGUF files safely, and read the rotary embedding that they state",
     "rope_ext_hf.checkpoints.reordering:reordered": "run a model with its rotated rows in the other pairing",
     # methods and parts of models

@@ -38,6 +38,7 @@ __all__ = [
     "atomic_folder",
     "check_destination",
     "disk_errors",
+    "foreign_errors",
     "json_digest",
     "json_text",
     "list_files",

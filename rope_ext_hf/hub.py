@@ -20,8 +20,7 @@ from torch import nn
 
 from rope_ext_hf.downloads import download, hub_answers
 from rope_ext_hf.errors import CheckpointError, MethodError, entry, one_line, short
-from rope_ext_hf.files import foreign_errors as foreign_errors
-from rope_ext_hf.files import read_json
+from rope_ext_hf.files import foreign_errors, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
@@ -47,7 +46,6 @@ __all__ = [
     "find_dtype",
     "fingerprint",
     "folder_and_hub_id",
-    "foreign_errors",
     "is_adapter",
     "load_empty",
     "load_model",

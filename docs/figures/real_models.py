@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from statistics import fmean
 from typing import Any
 
 from docs.figures.registry import Row, figure, length_heads, markdown_table, read_lines, read_result, stamp
@@ -14,25 +12,6 @@ from rope_ext_hf.runs.statistics import Estimate, estimate
 def real_models() -> str:
     """A table for each pretrained model that was measured by benchmarks/real_models.py."""
     return "\n\n" + "".join(section(entry) for entry in entries())
-
-
-@figure
-def real_model_line() -> str:
-    """A sentence for the README: what the best measured model reads as loaded, and under the best methods."""
-    entry = entries()[0]
-    length = 2 * entry["context_length"]
-    losses = {method: mean_loss(entry, method, 2, length) for method in ("unpatched", *BEYOND)}
-    patched = " and ".join(f"{math.exp(losses[method]):.1f} under `{method}`" for method in BEYOND)
-    recent = fmean(row["recent"][str(length)] for row in rows(entry, "unpatched", 2))
-    return (
-        f"{entry['model']}, trained at {entry['context_length']:,} tokens, has a perplexity of "
-        f"{math.exp(losses['unpatched']):,.0f} on the end of {length:,} tokens of a novel; {patched}, and "
-        f"{math.exp(recent):.1f} where it reads no more than the last {entry['context_length']:,} of them"
-    )
-
-
-BEYOND = ("dca", "self-extend")
-"""The methods that the sentence for the README names."""
 
 
 def entries() -> list[Row]:
@@ -48,11 +27,6 @@ def texts_of(entry: Row) -> list[str]:
 def rows(entry: Row, method: str, multiple: int) -> list[Row]:
     """Return the rows of a method that was set for a multiple of the context length, one for each text."""
     return [row for row in entry["texts"] if (row["method"], row["multiple"]) == (method, multiple)]
-
-
-def mean_loss(entry: Row, method: str, multiple: int, length: int) -> float:
-    """Return the mean loss of a method over texts, in nats per token."""
-    return fmean(row["loss"][str(length)] for row in rows(entry, method, multiple))
 
 
 def rise(entry: Row, method: str, multiple: int, length: int) -> Any:
@@ -80,12 +54,16 @@ def section(entry: Row) -> str:
     further = [(4, context_length), (4, 4 * context_length)]
     columns += [column for column in further if any(row["multiple"] == 4 for row in entry["texts"])]
     methods = dict.fromkeys(row["method"] for row in entry["texts"])
+    texts = texts_of(entry)
     table = []
     for method in methods:
         cells = [_gap(rise(entry, method, multiple, length)) for multiple, length in columns]
-        table.append([f"`{method}`" if method != "unpatched" else method, *cells])
+        name = f"`{method}`" if method != "unpatched" else method
+        count = len({row["text"] for row in entry["texts"] if row["method"] == method})
+        if count < len(texts):
+            name += f" ({count} of {len(texts)} texts)"
+        table.append([name, *cells])
     heads = [f"{length:,} ({length / context_length:g}x), set for {multiple}x" for multiple, length in columns]
-    texts = texts_of(entry)
     note = (
         f"{len(texts)} {'text' if len(texts) == 1 else 'texts'} ({', '.join(texts)}), {entry['targets']:,} tokens "
         f"of each scored at every length, {entry['dtype']}. " + stamp(entry, "make real-models")

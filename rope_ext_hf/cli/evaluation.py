@@ -229,7 +229,7 @@ class Prepared:
     def __init__(self, options: RunOptions, question: LengthsQuestion, processes: ProcessOptions) -> None:
         """Plan a measurement on the model without weights; print the memory needed, or raise an error for too much."""
         from rope_ext_hf.eval.forecasting import forecast_plan
-        from rope_ext_hf.hub import foreign_errors
+        from rope_ext_hf.files import foreign_errors
         from rope_ext_hf.runs.run_file import run_file
 
         self.options = options
@@ -252,7 +252,7 @@ class Prepared:
 
     def measure(self) -> Run[Any]:
         """Carry out the measurement and print its result; in a dry run, print the forecast and end the program."""
-        from rope_ext_hf.hub import foreign_errors
+        from rope_ext_hf.files import foreign_errors
         from rope_ext_hf.runs.runner import carry_out
 
         if self.forecast is not None:

@@ -120,7 +120,7 @@ def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json:
 
     Example: `rope-ext describe reference --method yarn --factor 8`
     """
-    from rope_ext_hf.hub import foreign_errors
+    from rope_ext_hf.files import foreign_errors
     from rope_ext_hf.runs.chosen_methods import apply_choice
 
     methods.check_single()
@@ -248,7 +248,8 @@ def detect(
     """
     from rope_ext_hf.checkpoints.detection import detect_pairing
     from rope_ext_hf.checkpoints.text_losses import TEXT_CHARACTERS
-    from rope_ext_hf.hub import foreign_errors, model_source
+    from rope_ext_hf.files import foreign_errors
+    from rope_ext_hf.hub import model_source
     from rope_ext_hf.reading.text_files import read_beginning
 
     sample = None

@@ -14,7 +14,7 @@ from torch import nn
 
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.errors import MethodError, ServingError, UnsupportedModelError, one_line, short
-from rope_ext_hf.hub import foreign_errors
+from rope_ext_hf.files import foreign_errors
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod

@@ -137,7 +137,7 @@ def _print_dry_run(
 
     If a step would fail, the advice is printed all the same, with the error.
     """
-    from rope_ext_hf.hub import foreign_errors
+    from rope_ext_hf.files import foreign_errors
     from rope_ext_hf.reading.forecast import NOTHING_RUN
     from rope_ext_hf.tools.advice.advising import advise
     from rope_ext_hf.tools.advice.extending import plan_extension

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
-from rope_ext_hf.files import mistral_format_files, read_json
+from rope_ext_hf.files import foreign_errors, mistral_format_files, read_json
 from rope_ext_hf.gguf_files import read_file_rope
-from rope_ext_hf.hub import foreign_errors, model_folder
+from rope_ext_hf.hub import model_folder
 from rope_ext_hf.patches.class_rotary import ClassRotary, check_described
 from rope_ext_hf.patches.config_keys import rope_settings, text_settings, unread_settings
 from rope_ext_hf.patches.patch_records import PATCH_KEY, checked_specs

@@ -23,8 +23,8 @@ import yaml
 
 from rope_ext_hf import __version__
 from rope_ext_hf.errors import CheckpointError, FileError, RopeExtError, one_line, printable, short
-from rope_ext_hf.files import PlainLoader, disk_errors, list_files, resolve_inside, write_text
-from rope_ext_hf.hub import fingerprint, folder_and_hub_id, foreign_errors, is_adapter, load_empty, load_model
+from rope_ext_hf.files import PlainLoader, disk_errors, foreign_errors, list_files, resolve_inside, write_text
+from rope_ext_hf.hub import fingerprint, folder_and_hub_id, is_adapter, load_empty, load_model
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.gguf_models import is_gguf, way_out
 from rope_ext_hf.patches.slots import patch_state, present_specs

@@ -171,9 +171,9 @@ class TrainingMaterial:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths to measure: of those of `doubling`, the ones that some text to measure has, in tokens."""
+        """The lengths to measure: of those of `_doubling`, the ones that some text to measure has, in tokens."""
         longest = max(len(document.ids) for document in self.held_out)
-        return [length for length in doubling(self.short, self.long) if length <= longest]
+        return [length for length in _doubling(self.short, self.long) if length <= longest]
 
 
 def training_material(question: Finetuning) -> TrainingMaterial:
@@ -350,7 +350,7 @@ class _FinetuningRun:
         )
 
 
-def doubling(short: int, long: int) -> list[int]:
+def _doubling(short: int, long: int) -> list[int]:
     """Return the lengths to measure: the context length `short`, doubled repeatedly up to twice the extended length."""
     lengths = [short]
     while lengths[-1] < 2 * long:
