@@ -451,6 +451,7 @@ def shown_progress(workers: Workers | None = None) -> Progress:
     If several processes share a run, only the first one shows it.
     """
     # torch is imported with the base class, so that the class cannot stand at the top of this module
+    from rope_ext_hf.reading.memory import estimate_whole_memory
     from rope_ext_hf.reading.operations import measure_speed
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
@@ -463,7 +464,7 @@ def shown_progress(workers: Workers | None = None) -> Progress:
 
         def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
             self.bar = self.closing.enter_context(progress_bar("unpatched", show=first))
-            self.plan, self.passes = plan, plan.passes(model)
+            self.model, self.plan, self.passes = model, plan, plan.passes(model)
             speed = measure_speed(model, model.device, model.dtype)
             self.work = cache(partial(_pass_seconds, model, plan.measurement, speed))
             self.bar.left.total = self.work(*self.passes) / processes.count
@@ -481,6 +482,11 @@ def shown_progress(workers: Workers | None = None) -> Progress:
         def reading(self, how: str) -> None:
             if first:
                 print_note("read", how)
+                if how.startswith("whole") and self.passes:
+                    scored = self.plan.measurement.scored // max(1, len(self.plan.measurement.passes))
+                    needed = estimate_whole_memory(self.model, max(self.passes), scored)
+                    if not needed.is_ample(self.model.device):
+                        print_note("needs", f"{needed}, because texts are read whole")
                 self.bar.left.begin()
 
         def passed(self, method: str, tokens: int) -> None:

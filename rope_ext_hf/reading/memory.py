@@ -237,6 +237,21 @@ def estimate_memory(
     return MemoryEstimate(weights, on_device, working, offloaded=pinned, logits=logits)
 
 
+def estimate_whole_memory(model: PreTrainedModel, longest: int, scored: int) -> MemoryEstimate:
+    """Estimate the memory that reading texts whole takes, each in one forward without a cache.
+
+    Args:
+        model: the model.
+        longest: the number of tokens in the longest text.
+        scored: the number of tokens that are scored in it, whose logits are all there at once.
+    """
+    width = torch.finfo(model.dtype).bits // 8
+    activations = 4 * width * widest_activation(model.config.get_text_config()) * longest
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    logits = (width + 4) * vocabulary * scored  # in the dtype of the model, and in float32
+    return MemoryEstimate(model.num_parameters() * width, 0, activations, logits=logits)
+
+
 def check_memory(
     model: PreTrainedModel,
     longest: int,

@@ -626,6 +626,22 @@ def test_memory_is_said_where_it_is_not_ample(tmp_path: Path, monkeypatch: pytes
     assert re.match(r"needs    [\d.]+ MB: 7.5 MB weights, 1.3 MB keys and values, [\d.]+ MB activations", needs)
 
 
+@pytest.mark.slow
+def test_memory_is_said_again_where_texts_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> str:
+        return "of this test"
+
+    monkeypatch.setattr("rope_ext_hf.reading.scorer.why_not_in_chunks", refuse)
+    monkeypatch.setattr("rope_ext_hf.reading.memory.available", lambda device: 40_000_000)
+    options = ["--max-spans", "1", "--targets", "128", "--data", ONE_MODULE, "--out", str(tmp_path)]
+    code, _, err = run("ppl", "reference", "--lengths", "256,512", *options)
+    assert code == 0
+    _, again = (line for line in err.splitlines() if line.startswith("needs"))
+    # 3.8 million weights and 4 times the widest activation of 512 tokens in bfloat16, and the logits of 128 tokens
+    assert again.startswith("needs    11.9 MB: 7.5 MB weights, 4.2 MB activations, 198.9 kB logits")
+    assert "because texts are" in err
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_warnings_are_one_line(tmp_path: Path) -> None:
