@@ -108,12 +108,11 @@ class RealModel:
             {"recent": recent} if recent else {}
         )
 
-    def answer_row(self, method: str, length: int, trials: int) -> Row:
+    def answer_row(self, method: str, length: int, trials: int, task: str) -> Row:
         """The loss of right answers in prompts of one length, in nats per token, and the share that is exact."""
         with self.patched(method, max(ANSWER_MULTIPLES)):
-            (*results,) = passkey(
-                self.model, lengths=[length], depths=[0.1, 0.5, 0.9], trials=trials, tokenizer=self.tokenizer
-            )
+            options: dict[str, Any] = {"depths": [0.1, 0.5, 0.9], "trials": trials, "task": task}
+            results = passkey(self.model, lengths=[length], tokenizer=self.tokenizer, **options)
         scores = [score for result in results for score in result.scores]
         return {"loss": [score.loss for score in scores], "exact": sum(score.exact for score in scores) / len(scores)}
 
@@ -139,6 +138,7 @@ def main() -> None:
     parser.add_argument(
         "--trials", type=int, default=4, help="prompts at each length and each of three depths; 0: none"
     )
+    parser.add_argument("--task", default="passkey", help="of rope-ext passkey; key-value for the bundled model")
     parser.add_argument("--minutes", type=float, default=20, help="nothing new begins after so many minutes")
     arguments = parser.parse_args()
     until = time.monotonic() + 60 * arguments.minutes
@@ -169,7 +169,7 @@ def main() -> None:
         for method in ANSWERS:
             if (method, length) not in measured and time.monotonic() < until:
                 about = {"method": method, "length": length}
-                add("answers", about | model.answer_row(method, length, arguments.trials))
+                add("answers", about | model.answer_row(method, length, arguments.trials, arguments.task))
 
 
 if __name__ == "__main__":

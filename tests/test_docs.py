@@ -356,18 +356,8 @@ def test_a_real_model_is_measured_and_drawn(tmp_path: Path) -> None:
 
     out = tmp_path / "real-models.json"
     script = ROOT / "benchmarks" / "real_models.py"
-    command = [
-        "--model",
-        "reference",
-        "--data",
-        "stdlib?join=20000",
-        "--texts",
-        "3",
-        "--trials",
-        "1",
-        "--out",
-        str(out),
-    ]
+    options = "--model reference --data stdlib?join=20000 --texts 3 --trials 1 --task key-value"
+    command = [*options.split(), "--out", str(out)]
     run_forked(run_script, script, *command, "--multiples", "2", "--minutes", "0.05", folder=tmp_path)
     run_forked(run_script, script, *command, "--minutes", "10", folder=tmp_path)
     (entry,) = json.loads(out.read_text(encoding="utf-8"))["models"]

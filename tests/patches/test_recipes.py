@@ -28,7 +28,7 @@ FITTING: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-vl-8b": ("Qwen3-VL", {}),
     "llama-3.1": ("Llama 3.1, 3.2 and 3.3", {}),
     "llama-3.2": ("Llama 3.1, 3.2 and 3.3", {}),
-    "qwen3.5-9b": ("Qwen3.5", {}),
+    "qwen3.5-9b": ("Qwen3.5 and Qwen3.6", {}),
     "gemma-3-4b": ("Gemma 3 (4B and larger)", {}),
     "gpt-oss-20b": ("gpt-oss", {}),
     "deepseek-v3": ("DeepSeek-V3", {}),

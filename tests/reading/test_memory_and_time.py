@@ -93,7 +93,7 @@ def test_a_slow_device_is_not_measured_for_long(speed: float, monkeypatch: pytes
                 now += 2 * len(args[0]) ** 3 / speed
             return function(*args, **(kwargs or {}))
 
-    monkeypatch.setattr("rope_ext_hf.reading.forecast.time.perf_counter", lambda: now)
+    monkeypatch.setattr("rope_ext_hf.reading.operations.time.perf_counter", lambda: now)
     with Products():  # type: ignore[no-untyped-call]
         assert measure_flops(CPU, torch.float32) == pytest.approx(EFFICIENCY * speed)
     assert now < 1.0
