@@ -143,7 +143,7 @@ def main() -> None:
     arguments = parser.parse_args()
     until = time.monotonic() + 60 * arguments.minutes
     record = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {"models": []}
-    record["command"] = "make real-models"
+    record |= {"command": "make real-models", "versions": with_machine({}, arguments.device)["versions"]}
     dtype = arguments.dtype or usual_dtype(arguments.device)
     model = RealModel(arguments.model, arguments.data, arguments.device, dtype, record["models"])
     texts = list(model.stretches())[: arguments.texts]
