@@ -1,4 +1,4 @@
-# make demo | test-library | test | test-slow | test-all | test-newest | newer-releases | test-oldest | test-additions | test-make-gpu | test-exports | test-kernels |
+# make demo | test-library | test | test-slow | test-all | test-newest | newer-releases | test-oldest | test-additions | test-make-gpu | rehearse-gpu | test-exports | test-kernels |
 # test-other-engines | test-engines | test-engine-families | conformance | test-conformance | test-llama-cpp |
 # test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | real-models | ruler | gpu | bench | dist | check-dist | check-tag:
@@ -10,7 +10,7 @@ RESULTS := benchmarks/results.jsonl
 # Processes that run tests, each on one thread and with some gigabytes of memory.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 
-.PHONY: demo test-library test test-slow test-all test-newest newer-releases test-oldest test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures real-models ruler bench dist check-dist check-tag clean
+.PHONY: demo test-library test test-slow test-all test-newest newer-releases test-oldest test-additions test-make-gpu rehearse-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures real-models ruler bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -118,6 +118,9 @@ test-make-gpu: build/gpu-python/ready
 	rm -rf build/gpu-checkout && mkdir build/gpu-checkout
 	git ls-files -co --exclude-standard -z | tar -c --null -T - | tar -x -C build/gpu-checkout
 	cd build/gpu-checkout && ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 ../gpu-python/bin/python -m pytest tests/test_make_gpu.py
+
+# The same once more as a user types it, some minutes; before a release.
+rehearse-gpu: test-make-gpu
 	cd build/gpu-checkout && ../gpu-python/bin/python benchmarks/gpu.py --device cpu --tiny --minutes 15 \
 		--steps "machine,kernels,reading and decoding,tests,perplexity"
 

@@ -349,7 +349,7 @@ def test_make_bench_runs_every_benchmark() -> None:
         assert re.search(rf"benchmarks/{name} --device", bench), name
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_real_model_is_measured_and_drawn(tmp_path: Path) -> None:
     """What `make real-models` does, for the bundled model; a second call goes on where the first one was stopped."""
     from docs.figures.real_models import rise, section

@@ -41,6 +41,7 @@ def mean_loss(model: Any, ids: Tensor, length: int) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", [None, *(method for _, method in example_methods(ROTARY))], ids=str)
 @torch.inference_mode()
 def test_every_length_has_the_loss_of_an_input_of_that_length(method: RopeMethod | None) -> None:
