@@ -29,6 +29,8 @@ FITTING: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1": ("Llama 3.1, 3.2 and 3.3", {}),
     "llama-3.2": ("Llama 3.1, 3.2 and 3.3", {}),
     "qwen3.5-9b": ("Qwen3.5 and Qwen3.6", {}),
+    "qwen4_exp_text": ("Qwen3.8-Flash-Next", {"max_position_embeddings": 262144}),
+    "glm_moe_dsa": ("GLM-5", {}),
     "gemma-3-4b": ("Gemma 3 (4B and larger)", {}),
     "gpt-oss-20b": ("gpt-oss", {}),
     "deepseek-v3": ("DeepSeek-V3", {}),
@@ -39,11 +41,13 @@ FITTING: dict[str, tuple[str, dict[str, Any]]] = {
     "vicuna-7b-16k": ("", {}),
     "ministral-3": ("", {}),
 }
-"""Published configs, the recipe of each, and what of the file is changed."""
+"""Published configs, the recipe of each, and what of the file is changed; without a file, the defaults of a class."""
 
 
 def config_of(file: str, changes: dict[str, Any]) -> Any:
-    values = json.loads((FOLDER / f"{file.strip()}.json").read_text(encoding="utf-8"))["config"] | changes
+    path = FOLDER / f"{file.strip()}.json"
+    published = json.loads(path.read_text(encoding="utf-8"))["config"] if path.exists() else {"model_type": file}
+    values = published | changes
     needs_family(values["model_type"])
     return AutoConfig.for_model(values.pop("model_type"), **values).get_text_config()
 
