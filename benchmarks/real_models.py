@@ -103,10 +103,9 @@ class RealModel:
         options: dict[str, Any] = {"protocol": "same-start", "targets": self.entry["targets"]}
         with self.patched(method, multiple):
             results = perplexity(self.model, [stretch], lengths=lengths, tokenizer=self.tokenizer, **options)
-        recent = {str(result.length): result.recent_loss for result in results if result.recent_loss is not None}
-        return {"loss": {str(result.length): result.loss for result in results}} | (
-            {"recent": recent} if recent else {}
-        )
+        row: Row = {"loss": {str(result.length): round(result.loss, 5) for result in results}}
+        recent = {str(r.length): round(r.recent_loss, 5) for r in results if r.recent_loss is not None}
+        return row | ({"recent": recent} if recent else {})
 
     def answer_row(self, method: str, length: int, trials: int, task: str) -> Row:
         """The loss of right answers in prompts of one length, in nats per token, and the share that is exact."""
