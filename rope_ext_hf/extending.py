@@ -74,4 +74,4 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.eval.measuring:results_of": "make a function such as `perplexity` for a question of one's own",
     "rope_ext_hf.eval.perplexity_runs": "runs that measure perplexity, to build on",
 }
-"""What is open, and what an author of tools uses it for."""
+"""The open modules and objects, each with the purpose that it serves for an author of tools."""

@@ -271,9 +271,9 @@ def model_by_name(model: PreTrainedModel | str | Path) -> PreTrainedModel:
 
 def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
     """Return whether a folder or Hub id holds an adapter of PEFT instead of a model."""
-    if is_gguf(model_source(name)):
-        return False
     source = model_source(name)
+    if is_gguf(source):
+        return False
     if _is_folder(Path(source)):  # whose base model need not be here
         return find_adapter(source) is not None
     source, arguments = _locate(source, revision, _CONFIG_FILES)

@@ -40,7 +40,7 @@ _STATE_KEYS = (
 """Config keys whose product is the size of a recurrent state, in each family. A convolution's state is far smaller."""
 
 _MORE_KEY_HEADS = {"mimo_v2_flash": 2}
-"""How many times the key heads of its config a family has in layers with a window; no config key says it."""
+"""By family, how many key heads layers with a window have for each one that the config states; no key states it."""
 
 _STATE_WIDTH = 4  # bytes of a number of a recurrent state, which is kept in float32 because it sums over all tokens
 
