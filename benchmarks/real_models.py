@@ -116,12 +116,14 @@ class RealModel:
         return {"loss": [score.loss for score in scores], "exact": sum(score.exact for score in scores) / len(scores)}
 
 
-def missing(model: RealModel, texts: list[Tokens], multiples: list[int]) -> Iterator[tuple[Tokens, str, int]]:
+def missing(
+    model: RealModel, texts: list[Tokens], methods: list[str], multiples: list[int]
+) -> Iterator[tuple[Tokens, str, int]]:
     """Yield what is not in the file yet: a text, a method, and the multiple of the context length it is set for."""
     done = {(row["text"], row["method"], row["multiple"]) for row in model.entry["texts"]}
     for multiple in multiples:
         for text in texts:
-            for method in METHODS:
+            for method in methods:
                 if (text.name, method, multiple) not in done:
                     yield text, method, multiple
 
@@ -133,6 +135,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="the text, as rope-ext ppl --data takes it")
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--texts", type=int, default=8, help="at most so many texts")
+    parser.add_argument("--methods", default=",".join(METHODS), help="in the order in which each text is read")
     parser.add_argument("--multiples", default="2,4", help="what methods are set for, in context lengths")
     parser.add_argument(
         "--trials", type=int, default=4, help="prompts at each length and each of three depths; 0: none"
@@ -157,7 +160,7 @@ def main() -> None:
         write_text(arguments.out, json.dumps(record, indent=1) + "\n")
         print(json.dumps(row), flush=True)
 
-    for text, method, multiple in missing(model, texts, multiples):
+    for text, method, multiple in missing(model, texts, arguments.methods.split(","), multiples):
         if time.monotonic() > until:
             print(f"stopped after {arguments.minutes:g} minutes; the same command goes on")
             return

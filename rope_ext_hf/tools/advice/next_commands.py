@@ -65,7 +65,7 @@ class NextCommands:
             return (command_line("serve-config", name, **self.options, engine=engine),)
         patch = {"method": method, "target_length": self.target_length, **self.options}
         amount = self._amount([*lengths] * 2, _MOST_SPANS)
-        reading = {"max_spans": amount.count, "dtype": amount.dtype} if amount else {"max_spans": _MOST_SPANS}
+        reading = {"max_spans": amount.spans, "dtype": amount.dtype} if amount else {"max_spans": _MOST_SPANS}
         measure = command_line("ppl", name, **patch, lengths=lengths, data="texts/*.txt", **reading)
         folder = f"{Path(name).name}-{self.target_length}"
         if purpose == "train":
