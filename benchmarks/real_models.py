@@ -40,7 +40,7 @@ TARGETS = 8
 """One token of so many is scored: the last eighth of the context length."""
 MULTIPLES = (1.0, 1.5, 2.0, 4.0)
 METHODS = (
-    *("unpatched", "yarn", "dca", "self-extend", "dynamic", "dynamic-self-extend"),
+    *("unpatched", "yarn", "dca", "self-extend", "dynamic-ntk", "dynamic-self-extend"),
     *("ntk", "rerope", "mrrope", "dynamic-yarn", "linear"),
 )
 """In the order in which they are measured: the most telling ones first."""
@@ -62,11 +62,14 @@ class RealModel:
     def __init__(self, name: str, data: str, device: str, dtype: str, entries: list[Row]) -> None:
         self.model = load_model(name, device=device, dtype=getattr(torch, dtype))
         self.tokenizer = load_tokenizer(name)
-        self.context_length = patch_geometry(self.model).context_length
+        rotary = patch_geometry(self.model)
+        self.context_length = rotary.context_length
         self.data = data
         about = {
             "model": Path(name).name,
             "parameters": self.model.num_parameters(),
+            "rotated_dims": rotary.dim,
+            "theta": rotary.theta,
             "context_length": self.context_length,
             "dtype": dtype,
             "targets": self.context_length // TARGETS,

@@ -4,9 +4,9 @@
     python -m docs.make_figures --check        # exit with 1 if a page is out of date
 
 A figure stands between two comments, `<!-- figure: NAME -->` and `<!-- /figure -->`, in a line or as a block. NAME is a
-function of docs/figures, see docs/figures/registry.py. Two files are written from the measurements before the pages:
-rope_ext_hf/tools/advice/measured.json, which `rope-ext extend --dry-run` and some tables read, and the chart of
-docs/choosing.md.
+function of docs/figures, see docs/figures/registry.py. Three files are written from the measurements before the pages:
+rope_ext_hf/tools/advice/measured.json, which `rope-ext extend --dry-run` and some tables read, and the charts of
+README.md and docs/choosing.md.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from docs.figures import (  # noqa: F401, each registers its figures
     serving,
 )
 from docs.figures.measurements import MEASURED, measured_file
+from docs.figures.real_model_chart import CHART as REAL_MODEL_CHART
+from docs.figures.real_model_chart import real_model_chart
 from docs.figures.registry import FIGURE, FIGURES, ROOT
 from docs.figures.rise_chart import CHART, rise_chart
 
 __all__ = ["FIGURES", "FILES", "fill", "pages"]
 
-FILES = {MEASURED: measured_file, CHART: rise_chart}
+FILES = {MEASURED: measured_file, CHART: rise_chart, REAL_MODEL_CHART: real_model_chart}
 """The files that are made whole, and the functions that return their text."""
 
 _COLUMNS = "120"

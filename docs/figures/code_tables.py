@@ -12,7 +12,7 @@ from docs.figures.registry import FIGURE, ROOT, figure, markdown_table
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.tools.advice.guidance import guidance_of
-from rope_ext_hf.tools.advice.measurements import measured_models, reach
+from rope_ext_hf.tools.advice.measurements import Rise, measured_models, reach, rises_at, rises_for_short_inputs
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -97,12 +97,22 @@ def choosing() -> str:
         kept = unchanged_share(method, rotary)
         short = "any length" if method.unchanged_length(rotary) >= UNBOUNDED else kept or "none"
         short += ", bit for bit" if method.keeps_bits else ""
-        reached = reach(name)
-        helped = guidance.unmeasured or " / ".join(reached.get(model.name, "–") for model in measured_models())
-        rows.append([f"`{name}`", guidance.when or "–", plain, helped, short])
-    head = ["method", "take it when", "loads plainly", "helped without training", "short inputs unchanged"]
-    names = ", ".join(f"the {model.name}" for model in measured_models())
-    return markdown_table(head, rows, f"*Helped*: up to how many context lengths, on {names}; a dash was not measured.")
+        helped = guidance.unmeasured or _helped(name)
+        rows.append([f"`{name}`", guidance.when or "–", plain, _on_real_model(name), helped, short])
+    head = [
+        "method",
+        "take it when",
+        "loads plainly",
+        _on_real_model_head(),
+        "helped small models",
+        "same short inputs",
+    ]
+    note = (
+        f"{_on_real_model_note()} *Helped*: up to how many context lengths, on {_small_models()}; a dash was not "
+        "measured. *Same short inputs*: up to which share of the context length the output is that of the unpatched "
+        "model."
+    )
+    return markdown_table(head, rows, note)
 
 
 def _bound(method: RopeMethod, rotary: Rotary) -> RopeMethod:
@@ -111,36 +121,96 @@ def _bound(method: RopeMethod, rotary: Rotary) -> RopeMethod:
 
 
 README_METHODS = {
-    "YaRN": ("yarn",),
-    "NTK-aware scaling": ("ntk",),
-    "Position Interpolation (linear)": ("linear",),
-    "Dynamic NTK": ("dynamic-ntk",),
-    "ReRoPE, Self-Extend, Dual Chunk Attention (DCA)": ("rerope", "self-extend", "dca"),
+    "YaRN": "yarn",
+    "NTK-aware scaling": "ntk",
+    "Position Interpolation": "linear",
+    "Dynamic NTK": "dynamic-ntk",
+    "Dual Chunk Attention (DCA)": "dca",
+    "Self-Extend": "self-extend",
+    "Dynamic Self-Extend": "dynamic-self-extend",
+    "ReRoPE": "rerope",
 }
 """The methods of the README by the names that people search for."""
+_REAL_SCALES = (2, 4, 8)
+"""Context lengths at which tables show what a real model reads."""
 
 
 @figure
 def readme_methods() -> str:
-    """Return a row per well-known method: up to which length it helps untrained, and who loads its folder."""
+    """Return a row per well-known method: its perplexity on a real model, and who loads its folder."""
     from rope_ext_hf import Rotary
 
     rotary = Rotary(dim=128, theta=10000.0, trained_length=4096)
     instances = {name: methods for name, _, methods in _guided()}
-    rows = []
-    for title, names in README_METHODS.items():
-        (helped,) = {_helped(name) for name in names}
-        (plain,) = {_loads_plainly(instances[name], rotary) for name in names}
-        rows.append([title, ", ".join(f"`{name}`" for name in names), helped, plain])
-    head = ["method", "name for `patch`", "helps without training up to", "plain transformers loads the saved folder"]
-    return markdown_table(head, rows)
+    rows = [["unpatched", "", _on_real_model("unpatched"), "1.00", "yes"]]
+    for title, name in README_METHODS.items():
+        plain = _loads_plainly(instances[name], rotary)
+        rows.append([title, f"`{name}`", _on_real_model(name), _short_on_real_model(name), plain])
+    scales = " / ".join([f"{scale}x" for scale in _REAL_SCALES])
+    head = [
+        "method",
+        "name for `patch`",
+        f"perplexity at {scales} the context length",
+        f"of short inputs, if set for {scales}",
+        "plain transformers loads the saved folder",
+    ]
+    return markdown_table(head, rows, _on_real_model_note())
 
 
 def _helped(name: str) -> str:
-    """Return up to how many context lengths a method helped each measured model, as "16x / 8x / 32x"."""
+    """Return up to how many context lengths a method helped each small model, as "16x / 8x / 32x"."""
     reached = reach(name)
-    texts = [reached.get(model.name, "–") for model in measured_models()]
-    return "no length: fine-tune under it" if set(texts) == {"no"} else " / ".join(texts)
+    return " / ".join([reached.get(model.name, "–") for model in measured_models() if model.is_small])
+
+
+def _small_models() -> str:
+    return ", ".join([model.noun for model in measured_models() if model.is_small])
+
+
+def _on_real_model_head() -> str:
+    return f"perplexity of {_real_model().name} at {' / '.join([f'{scale}x' for scale in _REAL_SCALES])}"
+
+
+def _on_real_model_note() -> str:
+    return (
+        f"Perplexities are of {_real_model().name}, divided by that of the unpatched model with only "
+        f"{_real_model().context_length:,} tokens before the same text; a dash was not measured."
+    )
+
+
+def _real_model() -> Any:
+    """Return the real model that most was measured on."""
+    return measured_models()[0]
+
+
+def _on_real_model(name: str) -> str:
+    """Return the perplexities of a real model with a method that is set for each length, as "1.02 / 1.24 / 1.93"."""
+    by_scale = {rise.scale: rise for scale in _REAL_SCALES for rise in rises_at(name, scale) if _is_of_real_model(rise)}
+    return " / ".join([_ratio(by_scale.get(scale)) for scale in _REAL_SCALES])
+
+
+def _short_on_real_model(name: str) -> str:
+    """Return the perplexities of inputs of one context length, with a method that is set for each longer length.
+
+    A method without a factor has one value.
+    """
+    rises = [rise for scale in _REAL_SCALES for rise in rises_for_short_inputs(name, scale) if _is_of_real_model(rise)]
+    by_factor = {rise.factor: rise for rise in rises}
+    if None in by_factor:
+        return _ratio(by_factor[None])
+    return " / ".join([_ratio(by_factor.get(factor)) for factor in _REAL_SCALES])
+
+
+def _is_of_real_model(rise: Rise) -> bool:
+    return bool(rise.model == _real_model())
+
+
+def _ratio(rise: Rise | None) -> str:
+    """Return by what the perplexity is multiplied, from the rise of the loss in bits; a dash if it is not known."""
+    if rise is None:
+        return "–"
+    ratio = 2**rise.increase
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
 
 
 def _loads_plainly(methods: Iterable[RopeMethod], rotary: Rotary) -> str:

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from docs.figures.registry import PROCESSORS, ROOT, Row, figure, markdown_table, read_lines, stamp
+from rope_ext_hf.runs.statistics import estimate
 
 NOTHING = "\nNothing yet.\n"
 FEWEST = 3
@@ -56,8 +57,8 @@ def gpu_measured() -> str:
 @figure
 def gpu_line() -> str:
     """Return the sentence of the README on a real model, at twice and four times its trained length."""
-    record = _real_model_record()
-    name, trained, texts = _real_model(record)
+    record = real_model_record()
+    name, trained, texts = real_model(record)
     (short, twice, further), (_, dca_twice, dca_further) = _values(record, "unpatched", "dca")
     return (
         f"{name}, trained at {trained:,} tokens, reads {2 * trained:,} and {4 * trained:,} with `dca`: perplexity "
@@ -69,8 +70,8 @@ def gpu_line() -> str:
 @figure
 def real_model_choice() -> str:
     """Return the perplexities by which docs/choosing.md recommends a method without training."""
-    record = _real_model_record()
-    name, trained, texts = _real_model(record)
+    record = real_model_record()
+    name, trained, texts = real_model(record)
     methods = ("dca", "dynamic-self-extend", "self-extend", "rerope")
     unpatched, *values = _values(record, "unpatched", *methods)
     patched = ", ".join(
@@ -82,12 +83,12 @@ def real_model_choice() -> str:
     )
 
 
-def _real_model_record() -> Row:
+def real_model_record() -> Row:
     """Return the first record in which a real model was measured."""
     return next(record for record in records() if record["measured"] and "unpatched" in losses(record))
 
 
-def _real_model(record: Row) -> tuple[str, int, int]:
+def real_model(record: Row) -> tuple[str, int, int]:
     """Return the name of the real model in a record, its trained length, and the number of texts that it read."""
     description = results(record, "real model")[0]
     trained = description["trained"]
@@ -96,12 +97,35 @@ def _real_model(record: Row) -> tuple[str, int, int]:
 
 def _values(record: Row, *methods: str) -> list[tuple[str, ...]]:
     """Return for methods the perplexities at one, two and four times the trained length, as text."""
-    _, trained, _ = _real_model(record)
+    _, trained, _ = real_model(record)
     rows = []
     for method in methods:
         values = [perplexity(losses(record)[method][multiple * trained]) for multiple in (1, 2, 4)]
         rows.append(tuple([f"{value:.1f}" if value < 100 else f"{value:,.0f}" for value in values]))
     return rows
+
+
+def measured_rows() -> list[list[Any]]:
+    """Return the rises of a real model's loss as rows of measured.json, see `docs.figures.measurements.measured_file`.
+
+    The same tokens are scored at every length, so that the rise is over the unpatched model at its trained length.
+    """
+    record = real_model_record()
+    _, trained, _ = real_model(record)
+    base = losses(record)["unpatched"][trained]
+    rows = []
+    for label, by_length in losses(record).items():
+        method, _, factor = label.partition(" x")
+        for scale in (1, int(factor)) if factor else (1, 2, 4, 8):
+            change = estimate([loss - short for loss, short in zip(by_length[scale * trained], base, strict=True)])
+            bits = [None if nats is None else round(nats / math.log(2), 6) for nats in change[:3]]
+            rows.append([method, int(factor) if factor else None, float(scale), *bits])
+    return rows
+
+
+def real_model_name() -> str:
+    """Return the name of the real model that `measured_rows` are of."""
+    return real_model(real_model_record())[0]
 
 
 @figure
@@ -209,8 +233,6 @@ def perplexity(values: Sequence[float]) -> float:
 
 def paired(values: Sequence[float], others: Sequence[float]) -> tuple[float, float, float] | None:
     """The mean of paired differences with its 95% interval by Student's t; None: too few pairs."""
-    from rope_ext_hf.runs.statistics import estimate
-
     mean, low, high, _ = estimate([one - other for one, other in zip(values, others, strict=True)])
     return None if low is None or high is None else (mean, low, high)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from docs.figures import gpu, real_models
 from docs.figures.registry import ROOT, Row, figure, lines_of, markdown_table, stamp
 
 if TYPE_CHECKING:
@@ -58,8 +59,14 @@ def factor_lines() -> dict[str, Row]:
 
 
 def measured_file() -> str:
-    """The text of measured.json: a row is method, factor, length in context lengths, increase, low, high."""
-    models = []
+    """The text of measured.json: real models first, then the small ones.
+
+    A row is method, factor, length in context lengths, increase, low, high; the increase is in bits per token of a real
+    model, and per byte of a small one.
+    """
+    models = [
+        _about(entry, entry["model"], "token", _rows_of_real_model(entry)) for entry in real_models.largest_entries()
+    ]
     for model, line in factor_lines().items():
         rows = [
             [
@@ -72,15 +79,27 @@ def measured_file() -> str:
             ]
             for row in line["rows"]
         ]
-        models.append(
-            {key: line[key] for key in ("rotated_dims", "theta", "context_length", "parameters")}
-            | {"name": NAMES[model], "rises": rows}
-        )
+        models.append(_about(line, NAMES[model], "byte", rows))
     parts = []
     for each in models:
         head = json.dumps({key: value for key, value in each.items() if key != "rises"})[:-1]
         parts.append(head + ', "rises": [\n' + ",\n".join(map(json.dumps, each["rises"])) + "\n]}")
     return "[\n" + ",\n".join(parts) + "\n]\n"
+
+
+def _rows_of_real_model(entry: Row) -> list[list[Any]]:
+    """Return what was measured with most texts; settings and lengths that a GPU alone has measured follow."""
+    rows = real_models.measured_rows(entry)
+    known = {tuple(row[:3]) for row in rows}
+    if entry["model"] == gpu.real_model_name():
+        rows += [row for row in gpu.measured_rows() if tuple(row[:3]) not in known]
+    return rows
+
+
+def _about(measured: Row, name: str, unit: str, rows: list[list[Any]]) -> Row:
+    """Return the entry of a model in measured.json."""
+    about = {key: measured[key] for key in ("rotated_dims", "theta", "context_length", "parameters")}
+    return about | {"name": name, "unit": unit, "rises": rows}
 
 
 def rows_by_setting(line: Row) -> dict[tuple[str, float | None, int], Row]:
@@ -153,9 +172,10 @@ def bands() -> str:
 
 @figure
 def yarn_cost() -> str:
-    """The rise at the context length with a factor of 4."""
-    rises = [f"{rows_by_setting(line)['yarn', 4, 1]['increase']:+.2f}" for line in factor_lines().values()]
-    return f"x4 costs short inputs {' / '.join(rises)} bits per byte"
+    """What a factor of 4 costs inputs within the context length."""
+    from rope_ext_hf.tools.advice.measurements import price
+
+    return f"with factor 4, inputs within the context length {price('yarn', 4)}"
 
 
 def unchanged_share(method: RopeMethod, rotary: Rotary) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from docs.figures.registry import Row, figure, length_heads, markdown_table, read_lines, read_result, stamp
-from rope_ext_hf.runs.statistics import Estimate, estimate
+from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate
 
 
 @figure
@@ -17,6 +18,14 @@ def real_models() -> str:
 def entries() -> list[Row]:
     """Return the measured models, the one with the most texts first."""
     return sorted(read_result("real-models")["models"], key=lambda entry: -len(texts_of(entry)))
+
+
+def largest_entries() -> list[Row]:
+    """Return one entry for each model: that with the most texts, where it was measured on several devices."""
+    by_model: dict[str, Row] = {}
+    for entry in entries():
+        by_model.setdefault(entry["model"], entry)
+    return list(by_model.values())
 
 
 def texts_of(entry: Row) -> list[str]:
@@ -47,6 +56,23 @@ def rise(entry: Row, method: str, multiple: int, length: int) -> Any:
     return estimate(changes, [1.0] * len(changes)) if changes else None
 
 
+def measured_rows(entry: Row) -> list[list[Any]]:
+    """Return the rises of a model's loss as rows of measured.json, see `docs.figures.measurements.measured_file`."""
+    from rope_ext_hf.methods.registry import accepts_factor
+
+    found = []
+    for method, multiple in dict.fromkeys((row["method"], row["multiple"]) for row in entry["texts"]):
+        factor = multiple if method != "unpatched" and accepts_factor(method) else None
+        for scale in (1, multiple):
+            if scale == 1 and factor is None and multiple > 2:
+                continue  # as under a multiple of 2
+            change = rise(entry, method, multiple, scale * entry["context_length"])
+            if change is not None:
+                bits = [None if nats is None else round(nats / math.log(2), 6) for nats in change[:3]]
+                found.append([method, factor, float(scale), *bits])
+    return found
+
+
 def section(entry: Row) -> str:
     """Return the table of one model: the rise of the loss of every method at every length."""
     context_length = entry["context_length"]
@@ -70,6 +96,37 @@ def section(entry: Row) -> str:
     )
     size = f"{entry['parameters'] / 1e9:.3g} billion parameters, context length {context_length:,}"
     return f"**{entry['model']}**, {size}:" + markdown_table(["method", *heads], table, note)
+
+
+@figure
+def chosen_real_models() -> str:
+    """A table of every real model: its perplexity under each method, as a multiple of that of short inputs."""
+    return "".join([_ratio_table(entry) for entry in largest_entries()])
+
+
+def _ratio_table(entry: Row) -> str:
+    context_length, texts = entry["context_length"], texts_of(entry)
+    scales = [
+        scale for scale in (1.0, 1.5, 2.0) if any(str(int(scale * context_length)) in r["loss"] for r in entry["texts"])
+    ]
+    table = []
+    for method in dict.fromkeys(row["method"] for row in entry["texts"]):
+        changes = [rise(entry, method, 2, int(scale * context_length)) for scale in scales]
+        count = len(rows(entry, method, 2))
+        cells = ["–" if change is None else change.text(lambda nats: _ratio_text(math.exp(nats))) for change in changes]
+        table.append([f"`{method}`" if method != "unpatched" else method, *cells, str(count)])
+    heads = [f"{int(scale * context_length):,} tokens ({scale:g}x)" for scale in scales]
+    about = (
+        f"**{entry['model']}** ({entry['parameters'] / 1e6:,.0f} million parameters, context length "
+        f"{context_length:,}) on {len(texts)} novels: perplexity divided by that of the unpatched model when it reads "
+        f"no more than {context_length:,} tokens before the same text, with its 95% interval over novels where at "
+        f"least {FEWEST} were read. Static methods have the factor 2."
+    )
+    return f"\n\n{about}\n{markdown_table(['method', *heads, 'novels'], table)}\n\n"
+
+
+def _ratio_text(ratio: float) -> str:
+    return f"{ratio:.3f}" if ratio < 10 else f"{ratio:.3g}"
 
 
 @figure

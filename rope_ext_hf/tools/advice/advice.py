@@ -36,7 +36,7 @@ class MethodAdvice:
     kind: str  # "static", "length-dependent", "remapping" or "trained"
     fits: bool  # whether it helped a measured model at this length, without training
     why: str  # the models that it helped, or the reason why none is known, in a clause
-    measured: dict[str, float]  # the rise of the loss in bits per byte, by the name of the measured model
+    measured: dict[str, float]  # the rise of the loss in bits per token or byte, by the name of the measured model
     short_inputs: str  # the effect on inputs within the context length, in words
     decode: str  # as in `Guidance`
     when: str  # as in `Guidance`
@@ -65,7 +65,7 @@ class Advice(ShownAsTables):
         factor: the target length divided by the context length.
         methods: the advice on every method, beginning with those that helped a measured model; empty: no method is
             needed.
-        choices: for each purpose, the names of the methods to choose from; they are not ranked.
+        choices: for each purpose, the names of the methods to choose from; the first is recommended.
         served: the method that is advised for each engine; "": the model as it is.
         memory: the memory of keys and values, at the context length and at the target length.
         commands: the commands to run next, by their goal in words.
@@ -251,12 +251,16 @@ class Advice(ShownAsTables):
 
         They end with the reasons why the other methods are not among them.
         """
-        lines = ["Measured here, without training, on small models:"]
-        lines += [wrapped(f"the {model}", "  ", "    ") for model in measured_models()]
+        lines = ["Measured here, without training:"]
+        lines += [wrapped(str(model), "  ", "    ") for model in measured_models()]
+        units: dict[str, list[str]] = {}
+        for model in measured_models():
+            units.setdefault(model.unit, []).append(model.noun)
+        in_bits = " and ".join([f"per {unit} of {', '.join(names)}" for unit, names in units.items()])
         lines.append(
             wrapped(
-                "A rise is in bits per byte, over the loss of the unpatched model at its context length. The models do "
-                "not agree, and the reason is not known: they differ in size, text, rotated dims and theta. Measure "
+                f"A rise is in bits {in_bits}, over the loss of the unpatched model at its context length. The models "
+                "do not agree, and the reason is not known: they differ in size, text, rotated dims and theta. Measure "
                 "which candidate reads best on your model, with the first command below."
             )
         )

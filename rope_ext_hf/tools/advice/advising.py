@@ -22,8 +22,16 @@ from rope_ext_hf.patches.describing import scalings_underneath, short_input_note
 from rope_ext_hf.patches.patch_records import PatchSpec
 from rope_ext_hf.reading.memory import cached_bytes, cached_layers
 from rope_ext_hf.tools.advice.advice import Advice, CacheMemory, MethodAdvice, signed
-from rope_ext_hf.tools.advice.guidance import FINE_TUNING, GOALS, PURPOSES, SERVING, Guidance, guidance_of
-from rope_ext_hf.tools.advice.measurements import Rise, helped, reach_text, rises_at, rises_for_short_inputs
+from rope_ext_hf.tools.advice.guidance import (
+    FINE_TUNING,
+    GOALS,
+    PURPOSES,
+    SERVING,
+    Guidance,
+    guidance_of,
+    guided_methods,
+)
+from rope_ext_hf.tools.advice.measurements import Rise, deciding, helped, reach_text, rises_at, rises_for_short_inputs
 from rope_ext_hf.tools.advice.next_commands import NextCommands
 from rope_ext_hf.tools.advice.reported import Reported, reported
 from rope_ext_hf.tools.engines.base import find_engine, list_engines, reference_engine
@@ -203,7 +211,7 @@ def _cache_memory(config: Any, lengths: Iterable[int], batches: Iterable[int]) -
 
 
 def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
-    """Return for each purpose the methods to choose from, not ranked; a purpose without any method is left out.
+    """Return for each purpose the methods to choose from, the recommended one first; no purpose without any method.
 
     A candidate has helped a measured model at this length; for fine-tuning it need not have. For serving, a server must
     support it; if none of the methods meant for serving has helped, the candidates are all methods that helped and that
@@ -264,9 +272,9 @@ class _Advisor:
                 "be built."
             )
         advice = []
-        for name in list_methods():
+        for name in guided_methods():
             guidance = guidance_of(name)
-            if guidance is not None:
+            if guidance is not None and name in list_methods():
                 advice.append(self._method(name, guidance))
         return advice
 
@@ -287,8 +295,8 @@ class _Advisor:
             why = one_line(error)
         else:
             kind = _kind(spec.method)
-            models = [model.name for model in helped(rises)]
-            why = self._why(name, guidance, rises, models)
+            models = [model.noun for model in helped(deciding(rises))]
+            why = self._why(name, guidance, deciding(rises), models)
             short_inputs = self._short_inputs(spec.method)
             if kind == "static":
                 encodings, refusals = self._engines(name, spec)
@@ -309,9 +317,9 @@ class _Advisor:
     def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise], models: Sequence[str]) -> str:
         """Return a clause on the measured models that a method helped at this length; `models` has their names."""
         if models:
-            return f"helped at this length on the {' and the '.join(models)}"
+            return f"helped at this length on {' and '.join(models)}"
         if rises:
-            return f"helped none of the small models that were measured ({len(rises)})"
+            return f"did not help on {' and '.join([rise.model.noun for rise in rises])}"
         if guidance.unmeasured:
             return guidance.unmeasured
         reach = reach_text(name)

@@ -43,7 +43,7 @@ class Extension:
     method: str  # by name
     target_length: int  # in tokens
     context_length: int  # in tokens
-    reason: str  # the reason for this method, in a clause; empty: what was measured on small models
+    reason: str  # the reason for this method, in a clause; empty: what was measured here
     summary: str  # the recommendation, in lines
     lengths: tuple[int, ...]  # the lengths to measure, in tokens; the context length and the target length last
     out: str  # the folder to write

@@ -48,12 +48,17 @@ class Guidance:
     purposes: tuple[str, ...] = ()  # the purposes that it is a candidate for, of `PURPOSES`
     when: str = ""  # the condition under which to take it instead of similar methods; empty: there is none
     decode: str = NOTHING  # the reason why each generated token takes more time; `NOTHING`: it does not
-    unmeasured: str = ""  # the reason why measuring it on small models says nothing; empty: it can be measured
+    unmeasured: str = ""  # the reason why measuring it says nothing; empty: it can be measured
 
 
 def guidance_of(method: str) -> Guidance | None:
     """Return the guidance on a method, by its registered name; None: there is no advice on it."""
     return _guidance().get(method)
+
+
+def guided_methods() -> tuple[str, ...]:
+    """Return the methods that there is guidance on, by name; of several for one purpose, the recommended one first."""
+    return tuple(_guidance())
 
 
 @cache

@@ -1,8 +1,10 @@
-"""Measurements of every method without training, on small models: how much the loss rises, by factor and length.
+"""Measurements of methods without training: how much the loss of a real or small model rises, by factor and length.
 
-A rise is in bits per byte, over the loss of the unpatched model at its context length, on the same tokens. The numbers
-are from benchmarks/factors.py; `make figures` writes them into measured.json. Lengths are multiples of the context
-length. For a factor or length that was not measured, the next larger one that was is taken.
+A rise is over the loss of the unpatched model with no more than its context length before the same tokens: in bits per
+token on real models, which published tokenizers read for, and in bits per byte on small ones, which were trained for
+this project. The numbers are from benchmarks/real_models.py and benchmarks/factors.py; `make figures` writes them into
+measured.json. Lengths are multiples of the context length. For a factor or length that was not measured, the next
+larger one that was is taken.
 """
 
 from __future__ import annotations
@@ -16,20 +18,25 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
-RECOVERED = 2 / 3
+RECOVERED = 0.8
 """The share of the unpatched model's rise at a length that a method must take away, to count as helping there."""
 
 
 class Rise(NamedTuple):
-    """The rise of one model's loss with a method at one length, in bits per byte, with its confidence interval."""
+    """The rise of one model's loss with a method at one length, in bits per token or byte, with its interval."""
 
     model: _MeasuredModel
     factor: float | None  # the factor of the method; None: it was fitted to the longest length that was measured
     scale: float  # the length, as a multiple of the context length
     increase: float
-    low: float  # the 95% confidence interval of `increase` over the documents
-    high: float
+    low: float | None  # the 95% confidence interval of `increase` over the documents; None: there are too few
+    high: float | None
     as_loaded: float  # the rise of the unpatched model at this length
+
+    @property
+    def is_by_chance(self) -> bool:
+        """True if the interval leaves open whether the loss changes at all."""
+        return self.low is not None and self.high is not None and self.low <= 0 <= self.high
 
 
 @dataclass(frozen=True)
@@ -39,12 +46,23 @@ class _MeasuredModel:
     theta: float
     context_length: int
     parameters: int
+    unit: str  # what a loss is of: "token", or "byte" on a small model that was trained for this project
 
     def __str__(self) -> str:
         return (
-            f"{self.name} ({self.parameters / 1e6:.1f} million parameters, {self.rotated_dims} rotated dims, "
-            f"theta {self.theta:,.0f}, trained at {self.context_length})"
+            f"{self.noun} ({self.parameters / 1e6:.1f} million parameters, {self.rotated_dims} rotated dims, "
+            f"theta {self.theta:,.0f}, trained at {self.context_length:,})"
         )
+
+    @property
+    def is_small(self) -> bool:
+        """True for a model that was trained for this project; such models have at most a few million parameters."""
+        return self.unit == "byte"
+
+    @property
+    def noun(self) -> str:
+        """The name as it stands in a sentence."""
+        return f"the {self.name}" if self.is_small else self.name
 
 
 _Index = dict[tuple[str, float], tuple[Rise, ...]]
@@ -86,7 +104,7 @@ def _smallest(index: _Index, method: str, size: float) -> tuple[Rise, ...]:
 
 
 def measured_models() -> tuple[_MeasuredModel, ...]:
-    """Return the models that methods were measured on, the bundled one first."""
+    """Return the models that methods were measured on: real ones first, then small ones, of which the bundled first."""
     return _measurements()[0]
 
 
@@ -106,6 +124,11 @@ def helped(rises: Sequence[Rise]) -> tuple[_MeasuredModel, ...]:
     It helped if it removed at least the share `RECOVERED` of the rise of the unpatched model's loss.
     """
     return tuple([rise.model for rise in rises if rise.increase <= (1 - RECOVERED) * rise.as_loaded])
+
+
+def deciding(rises: Sequence[Rise]) -> Sequence[Rise]:
+    """Return the rises by which a method is judged: those of real models, or if there are none, of small ones."""
+    return [rise for rise in rises if not rise.model.is_small] or rises
 
 
 @cache
@@ -130,9 +153,10 @@ def reach_text(method: str) -> str:
     reached = reach(method)
     if not reached:
         return "not measured"
+    nouns = {model.name: model.noun for model in measured_models()}
     models_by_reach: dict[str, list[str]] = {}
     for model, length in reached.items():
-        models_by_reach.setdefault("no" if length == "no" else f"to {length}", []).append(f"the {model}")
+        models_by_reach.setdefault("no" if length == "no" else f"to {length}", []).append(nouns[model])
     if len(models_by_reach) == 1 and len(reached) == len(measured_models()):
         (text,) = models_by_reach
         return f"{text} on {'any' if text == 'no' else 'all'}"
@@ -140,14 +164,19 @@ def reach_text(method: str) -> str:
 
 
 def evidence(method: str, scale: float) -> str:
-    """Return a clause on the gain from a method on a small model at `scale` context lengths; empty without gain."""
-    rises = rises_at(method, scale)
+    """Return a clause on the gain from a method at `scale` context lengths; empty if it helped no measured model.
+
+    Small models count only where no real one was measured.
+    """
+    rises = deciding(rises_at(method, scale))
     rise = next((rise for rise in rises if rise.model in helped(rises)), None)
     if rise is None:
         return ""
+    value = "its value on short inputs"
+    change = f"does not differ significantly from {value}" if rise.is_by_chance else _against(rise.increase, value)
     return (
-        f"on {_small(rise.model)} perplexity per byte at {rise.scale:g}x the trained length "
-        f"{_against(rise.increase, 'its value on short inputs')}; unpatched it {_against(rise.as_loaded)}"
+        f"on {_named(rise.model)}, perplexity per {rise.model.unit} at {rise.scale:g}x the trained length {change}; "
+        f"unpatched it {_against(rise.as_loaded)}"
     )
 
 
@@ -157,31 +186,33 @@ def price(method: str, factor: float) -> str:
     if not rises:
         return ""
     rise = rises[0]
-    setting = f"on {_small(rise.model)}" + (f" with factor {rise.factor:g}" if rise.factor else "")
-    if rise.low <= 0 <= rise.high or _ratio(rise.increase) == "1":
+    setting = f"on {_named(rise.model)}" + (f" with factor {rise.factor:g}" if rise.factor else "")
+    if rise.is_by_chance or _ratio(rise.increase) == "1":
         return f"read as before {setting}"
     change = "worse" if rise.increase > 0 else "better"
-    return f"read {change}: {setting}, their perplexity per byte {_against(rise.increase)}"
+    return f"read {change}: {setting}, their perplexity per {rise.model.unit} {_against(rise.increase)}"
 
 
-def _small(model: _MeasuredModel) -> str:
+def _named(model: _MeasuredModel) -> str:
+    if not model.is_small:
+        return model.name
     return f"a small model ({model.parameters / 1e6:.1f}M parameters)"
 
 
 def _ratio(bits: float) -> str:
     """Return the ratio between two perplexities as text, from the difference of their losses in bits."""
-    return f"{2**bits:.2g}"
+    return f"{2**bits:.3g}"
 
 
 def _against(bits: float, value: str = "") -> str:
-    """Return a clause on a rise of perplexity: "rose to 1.2 times its value on short inputs".
+    """Return a clause on a change of perplexity: "rises to 1.2 times its value on short inputs".
 
     `bits` is the difference of the losses in bits; `value` names the value compared with, unless the sentence has named
     it before.
     """
     ratio = _ratio(bits)
     if ratio == "1":
-        return f"stayed at {value}" if value else "did not change"
+        return f"stays at {value}" if value else "does not change"
     if bits > 0:
-        return f"rose to {ratio} times {value}".rstrip()
-    return f"stayed at {ratio} of {value}" if value else f"stayed at {ratio} times"
+        return f"rises to {ratio} times {value}".rstrip()
+    return f"stays at {ratio} of {value}" if value else f"falls to {ratio} of that"

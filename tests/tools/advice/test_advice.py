@@ -101,7 +101,7 @@ def test_a_plain_model_is_served_with_the_first_choice(folder: Path) -> None:
     kinds = {name: by_name[name].kind for name in ("yarn", "dynamic-yarn", "self-extend", "learnable")}
     assert list(kinds.values()) == ["static", "length-dependent", "remapping", "trained"]
     assert not by_name["linear"].fits
-    assert by_name["linear"].why == "helped none of the small models that were measured (3)"
+    assert by_name["linear"].why.startswith("did not help on ")
     assert by_name["factors"].why == "as good as its list"
     assert not any(by_name["self-extend"].engines.values())
 
@@ -117,7 +117,10 @@ def test_methods_are_advised_as_far_as_they_helped_a_measured_model(folder: Path
     assert "dca" in at_32_times.choices[PYTHON]
     assert not {SERVING, PYTHON} & beyond.choices.keys()
     why = {each.method: each.why for each in beyond.methods}
-    assert why["dca"] == "not measured at this length; helped: to 32x on all"
+    assert why["dca"] == (
+        "not measured at this length; helped: to 8x on SmolLM2-135M-Instruct, to 32x on the bundled model and the "
+        "wide-heads model, to 16x on the docstring model"
+    )
     assert not any(each.fits for each in beyond.methods)
 
 
@@ -167,7 +170,43 @@ def rises() -> dict[str, dict[tuple[str, float | None, float], float]]:
                     scale = row["length"] / line["context_length"]
                     if scale > known.get(name, 0):
                         found.setdefault(name, {})[row["method"], row["factor"], scale] = row["increase"]
-    return {name: found[name] for name in names.values() if name in found}
+    small = {name: found[name] for name in names.values() if name in found}
+    return {"SmolLM2-135M-Instruct": rises_of_real_model(), **small}
+
+
+def rises_of_real_model() -> dict[tuple[str, float | None, float], float]:
+    """The rises of SmolLM2-135M in bits per token, by `make real-models`, and where that has none, by `make gpu`."""
+    found: dict[tuple[str, float | None, float], list[float]] = {}
+    gpu = json.loads((ROOT / "docs/results/gpu-nvidia-h200.json").read_text(encoding="utf-8"))
+    rows = [row for row in gpu["steps"]["real model"]["results"] if "loss" in row]
+    short = {row["text"]: row["loss"]["8192"] for row in rows if row["method"] == "unpatched"}
+    for row in rows:
+        method, _, factor = row["method"].partition(" x")
+        for scale in (1, float(factor)) if factor else (1, 2, 4, 8):
+            rise = row["loss"][str(int(scale * 8192))] - short[row["text"]]
+            found.setdefault((method, float(factor) if factor else None, scale), []).append(rise / math.log(2))
+    [entry, *_] = json.loads((ROOT / "docs/results/real-models.json").read_text(encoding="utf-8"))["models"]
+    base = {row["text"]: row for row in entry["texts"] if row["method"] == "unpatched"}
+    by_factor = ("yarn", "ntk", "mrrope", "linear")
+    read: dict[tuple[str, float | None, float], list[float]] = {}
+    for row in (row for row in entry["texts"] if row["multiple"] == 2):
+        for scale, reference in ((1, base[row["text"]]["loss"]["8192"]), (2, base[row["text"]]["recent"]["16384"])):
+            key = row["method"], 2.0 if row["method"] in by_factor else None, scale
+            read.setdefault(key, []).append((row["loss"][str(scale * 8192)] - reference) / math.log(2))
+    return {key: sum(values) / len(values) for key, values in (found | read).items()}
+
+
+def said_of(key: tuple[str, float | None, float], measured: dict[str, dict[Any, float]]) -> str:
+    """What is to be said of a method and a length: small models count where no real one was measured."""
+    real = {name: rows for name, rows in measured.items() if "model" not in name and key in rows}
+    on = real or {name: rows for name, rows in measured.items() if key in rows}
+    nouns = {name: f"the {name}" if "model" in name else name for name in on}
+    helped = [nouns[name] for name, rows in on.items() if rows[key] <= 0.2 * rows["unpatched", None, key[2]] + 1e-9]
+    return (
+        f"helped at this length on {' and '.join(helped)}"
+        if helped
+        else f"did not help on {' and '.join(nouns.values())}"
+    )
 
 
 def in_order(values: dict[str, float], models: Any) -> str:
@@ -179,7 +218,7 @@ def in_order(values: dict[str, float], models: Any) -> str:
 def test_advice_is_what_was_measured(folder: Path, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")  # as in a pipe: the numbers of a row stay on one line
     measured = rises()
-    assert {"bundled model", "docstring model"} <= set(measured)
+    assert {"SmolLM2-135M-Instruct", "bundled model", "docstring model"} <= set(measured)
     advice = advise(folder, times * 32 * K)
     checked = 0
     for each in advice.methods:
@@ -191,17 +230,15 @@ def test_advice_is_what_was_measured(folder: Path, times: int, monkeypatch: pyte
             continue
         checked += 1
         on = {name: rows for name, rows in measured.items() if key in rows}
-        assert each.measured == {name: rows[key] for name, rows in on.items()}
-        helped = [name for name, rows in on.items() if 3 * rows[key] <= rows["unpatched", None, times]]
-        assert each.fits == bool(helped)
+        assert each.measured == pytest.approx({name: rows[key] for name, rows in on.items()}, abs=1e-6)
+        assert each.why == said_of(key, measured), each.method
+        assert each.fits == each.why.startswith("helped")
         numbers = in_order(each.measured, measured)
-        said = f"helped at this length on the {' and the '.join(helped)}"
-        assert each.why == (said if helped else f"helped none of the small models that were measured ({len(on)})")
         if each.fits:
             assert numbers in advice.full_text()
         if key[1]:
             at_1x = (each.method, times, 1)  # not of a model whose measurement to this length is of other text
-            short = in_order({name: rows[at_1x] for name, rows in on.items() if at_1x in rows}, measured)
+            short = in_order({name: rows[at_1x] for name, rows in measured.items() if at_1x in rows}, measured)
             assert each.short_inputs == f"rise by {short}"
         else:
             assert each.short_inputs.startswith("the same up to ")
@@ -215,19 +252,16 @@ def test_advice_is_what_was_measured(folder: Path, times: int, monkeypatch: pyte
 
 
 @of_model("Mistral-7B")
-def test_candidates_are_not_ranked_by_small_models(folder: Path) -> None:
-    """Which of the measured models a method helped is said; where they disagree, none is hidden."""
-    advice, measured = advise(folder, 64 * K), rises()
-    for each in advice.methods:
-        if (each.method, 2, 2) in measured["bundled model"]:
-            key, loaded = (each.method, 2, 2), ("unpatched", None, 2)
-            on = [rows for rows in measured.values() if key in rows]
-            helped = [name for name, rows in measured.items() if key in rows and 3 * rows[key] <= rows[loaded]]
-            said = f"helped at this length on the {' and the '.join(helped)}"
-            said = said if helped else f"helped none of the small models that were measured ({len(on)})"
-            assert each.why.startswith(said), each
-    assert "Measure which candidate reads best on your model" in unwrapped(advice.full_text())
-    assert next(iter(advice.commands)).startswith("measure on your own text: ")
+def test_a_real_model_decides_where_one_was_measured(folder: Path) -> None:
+    """Small models decide on the other methods; where they disagree, none is hidden."""
+    measured = rises()
+    by_name = {each.method: each for each in advise(folder, 64 * K).methods}
+    assert by_name["yarn"].why == "helped at this length on SmolLM2-135M-Instruct"
+    assert by_name["by-parts"].why == said_of(("by-parts", 2, 2), measured)
+    assert "model" in by_name["by-parts"].why
+    full = advise(folder, 64 * K)
+    assert "Measure which candidate reads best on your model" in unwrapped(full.full_text())
+    assert next(iter(full.commands)).startswith("measure on your own text: ")
 
 
 def test_a_patch_for_far_more_than_is_asked_for_is_noted() -> None:
@@ -241,7 +275,7 @@ def test_a_patch_for_far_more_than_is_asked_for_is_noted() -> None:
 def test_the_text_is_narrow_and_names_methods_once() -> None:
     advice = advise("reference", 512)
     prose = advice.full_text().split("\n# ")[0].splitlines()
-    assert max(map(len, prose)) <= 110
+    assert max(map(len, prose)) <= 120
     for each in advice.methods:
         if not each.fits:
             assert sum(f" {each.method}:" in line for line in prose) <= 1

@@ -42,7 +42,7 @@ def test_advice_tells_the_reported_from_the_measured(tmp_path: Path) -> None:
     advice = advise(tmp_path, 256)
     assert {each.source for each in advice.reported} == {"Jet-Long"}  # the type of this model
     text = unwrapped(advice.full_text())
-    assert "Measured here, without training, on small models:" in text
+    assert "Measured here, without training: SmolLM2-135M-Instruct (134.5 million parameters" in text
     assert "reported by Jet-Long" in text
     assert "unpatched 60.93; yarn 52.99; dynamic-ntk 69.14" in text
     assert json.loads(json.dumps(advice.to_dict()))["reported"][0]["values"]["yarn"] == [52.99]
