@@ -132,7 +132,7 @@ def _longest(line: Row) -> int:
 def measured_models() -> str:
     from rope_ext_hf.tools.advice.measurements import measured_models
 
-    return "; ".join(f"the {model}" for model in measured_models())
+    return "; ".join(str(model) for model in measured_models() if model.is_small)
 
 
 @figure
