@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.geometry import check_pairing
-from rope_ext_hf.patches.patching import fixed_length
+from rope_ext_hf.patches.patching import fixed_length, patched
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, patched_slots, tables_of
 from rope_ext_hf.reading.chunk_check import CHECKED_TOKENS, why_not_in_chunks
@@ -114,11 +114,12 @@ class TokenScorer:
         )
         self._cost = Cost()
         self._gpus = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-        # transformers runs a scaling that follows the length of the input rightly in a single forward only.
-        self._follows_the_input = any(
-            rope.method.depends_on_length(rope.plain) for slot in slots for rope in slot.as_loaded.values()
-        )
-        with torch.inference_mode(), _held_length(model, CHECKED_TOKENS):
+        own = [rope for slot in slots for rope in slot.as_loaded.values()]
+        self._follows_the_input = any(rope.method.depends_on_length(rope.plain) for rope in own)
+        # transformers runs a scaling that follows the length of the input rightly in a single forward only. A patch
+        # with the same method can be held at a length, so that the model is read in chunks as other patches are.
+        self._own_method = own[0].method if self._follows_the_input and len(own) == 1 else None
+        with torch.inference_mode(), self._held_length(CHECKED_TOKENS):
             self.whole_because = why_not_in_chunks(self.reader, self._device)
 
     @property
@@ -186,9 +187,24 @@ class TokenScorer:
 
         None: they are read in chunks.
         """
-        if self.whole_because is None and self._follows_the_input and not patched_slots(self.model):
-            return "its own scaling follows the length of each forward; patched with it, it is read in chunks"
+        differs_by_layer = self._follows_the_input and self._own_method is None
+        if self.whole_because is None and differs_by_layer and self.unpatched:
+            return "its own scaling follows the length of each forward, and differs between layers"
         return self.whole_because
+
+    @contextmanager
+    def _held_length(self, length: int) -> Iterator[None]:
+        """Hold what follows the length of the input at this length inside the with block.
+
+        A patched model has the length-dependent methods of its patches; an unpatched one may have a scaling of its own
+        that follows the length.
+        """
+        with ExitStack() as held:
+            if self.unpatched and self._own_method is not None:
+                held.enter_context(patched(self.model, self._own_method, over="original"))
+            if not self.unpatched:
+                held.enter_context(fixed_length(self.model, length))
+            yield
 
     # --- scores
 
@@ -205,7 +221,7 @@ class TokenScorer:
             (tokens - first,) float32 on the CPU, in nats.
         """
         ids = ids.to(self._device)
-        with self._timed(len(ids)), _held_length(self.model, length or len(ids)):
+        with self._timed(len(ids)), self._held_length(length or len(ids)):
             if not self.chunked:
                 return negative_log_likelihoods_([self._whole_logits(ids, len(ids) - first)], ids[first:]).cpu()
             return self.reader.fit(lambda: torch.cat(list(self.reader.losses(ids, first))).cpu())
@@ -240,7 +256,7 @@ class TokenScorer:
             read = self.reader.read_prompt(prompt[:-1], count, shared=shared, again=again)
             return read, _scores(self.reader.answer_logits(spans, known), answers)
 
-        with self._timed(0), _held_length(self.model, length or known + count):
+        with self._timed(0), self._held_length(length or known + count):
             if self.chunked:
                 read, scores = self.reader.fit(read_in_chunks)
             else:
@@ -272,7 +288,7 @@ class TokenScorer:
         def next_of_whole(ids: Tensor) -> Tensor:
             return self._whole_logits(torch.cat([ids, ids[-1:]]), 1)[-1]
 
-        with self._timed(0), _held_length(self.model, len(ids) + count):
+        with self._timed(0), self._held_length(len(ids) + count):
             generated = self.reader.fit(decode_in_chunks) if self.chunked else _greedy(next_of_whole, ids, count, stop)
         self._cost = self._cost.plus(Cost(len(ids) + len(generated)))
         return torch.tensor(generated, dtype=torch.int64)
@@ -284,7 +300,7 @@ class TokenScorer:
         `ids`: the text, (tokens,) int64. Length-dependent methods are held at the length of the text.
         """
         ids = ids.to(self._device)
-        with self._timed(len(ids)), _held_length(self.model, len(ids)):
+        with self._timed(len(ids)), self._held_length(len(ids)):
             if self.chunked:
                 return self.reader.fit(lambda: self.reader.last_logits(ids, count))
             return self._whole_logits(ids, count, after=True)
@@ -350,8 +366,3 @@ def _scores(logits_of_answers: Iterable[Tensor], answers: Tensor) -> tuple[Tenso
         likeliest.append(logits.argmax(-1))
         losses.append(negative_log_likelihoods_([logits], answer))
     return torch.stack(losses).cpu(), torch.stack(likeliest).cpu()  # the host waits for the device here alone
-
-
-def _held_length(model: PreTrainedModel, length: int) -> AbstractContextManager[Any]:
-    """Hold the length-dependent methods of a patched model at this length inside the with block."""
-    return fixed_length(model, length) if patched_slots(model) else nullcontext()

@@ -211,14 +211,35 @@ def test_a_scale_that_the_forward_of_a_model_leaves_out_is_left_out() -> None:
     assert result.loss == pytest.approx(nats(model, document.ids, range(57, 64)) / 7, abs=1e-5)
 
 
-def test_a_model_whose_own_method_follows_the_input_is_read_whole() -> None:
-    model = build("llama", form={"rope_type": "dynamic", "factor": 4.0})
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0 + pair / 4 for pair in range(8)],
+    "original_max_position_embeddings": 64,
+}
+FOLLOWING: dict[str, dict[str, Any]] = {
+    "llama": {"form": {"rope_type": "dynamic", "factor": 4.0}},
+    "phi3": {"form": LONGROPE, "max_position_embeddings": 256, "original_max_position_embeddings": 64},
+}
+"""Models whose own scaling follows the length of each forward."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_a_model_whose_own_scaling_follows_the_input_is_read_in_chunks_as_under_a_patch(name: str) -> None:
+    model = build(name, **FOLLOWING[name])
     document = tokens("a", 256, 6)
+    scorer = TokenScorer(model, chunk=32)
+    assert scorer.reading == "in chunks of 32 tokens"
+    assert scorer.by_length
     results = perplexity(model, [document], lengths=[64, 256], targets=7, bos=False, chunk=32)
+    assert scorer.unpatched
     for result in results:
-        fresh = build("llama", form={"rope_type": "dynamic", "factor": 4.0})
+        fresh = build(name, **FOLLOWING[name])
         expected = nats(fresh, document.ids[256 - result.length :], range(result.length - 7, result.length)) / 7
         assert result.loss == pytest.approx(expected, abs=1e-5)
+    with rope.patched(model, "dynamic-yarn", factor=2):
+        assert scorer.reading == "in chunks of 32 tokens"
 
 
 def test_length_dependent_methods_run_at_the_context_length() -> None:
