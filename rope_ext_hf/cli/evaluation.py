@@ -337,8 +337,8 @@ def _check_memory(
     else:  # some methods need fewer passes
         tokens = f"{count_text(all_passes)} tokens in all"
     print_note("reads", f"{tokens}: about {duration(seconds)}")
-    if question is not None and (shorter := _shorter(empty, load, plan, workers, question)):
-        print_note("shorter", shorter)
+    if question is not None and (faster := _faster(empty, load, plan, workers, question)):
+        print_note("faster", faster)
     too_short = getattr(plan.measurement.setting, "left_out", 0)
     if too_short:
         are = "document is" if too_short == 1 else "documents are"
@@ -380,11 +380,11 @@ def _forecast(
         gpu=memory_on_gpu,
         disk=0,
         folder=str(out),
-        shorter="" if question is None else _shorter(empty, load, plan, workers, question),
+        faster="" if question is None else _faster(empty, load, plan, workers, question),
     )
 
 
-def _shorter(
+def _faster(
     empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers, question: LengthsQuestion
 ) -> str:
     """Return options with which a measurement takes minutes, and how long it takes then; empty if it does already.

@@ -33,7 +33,7 @@ class Forecast:
         gpu: the most memory that is needed on a GPU, which reads text in larger chunks.
         disk: the bytes that would be written into `folder`, results aside.
         folder: the folder of the run.
-        shorter: options with which it takes minutes, and how long; empty if it does already.
+        faster: options with which it takes minutes, and how long; empty if it does already.
     """
 
     does: tuple[str, ...]
@@ -44,7 +44,7 @@ class Forecast:
     gpu: MemoryEstimate
     disk: int
     folder: str
-    shorter: str = ""
+    faster: str = ""
 
     @property
     def room(self) -> int:
@@ -68,7 +68,7 @@ class Forecast:
             "would": "; ".join(self.does),
             "reads": f"{count_text(self.tokens)} tokens" if self.tokens else "",
             "time": f"about {duration(self.seconds)} on {self.device}",
-            "shorter": self.shorter,
+            "faster": self.faster,
             "memory": f"{self.device}: {self.memory}; {fits}",
             "gpu": "" if self.device.type == "cuda" else f"would hold {self.gpu}",
             "disk": f"{written}, in {self.folder}, where {size_text(self.room)} are free",
