@@ -180,14 +180,32 @@ def sliding(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> It
     """Spans of N tokens, `stride` apart, the last `stride` tokens of each scored (PI and YaRN papers: 256).
 
     The first N - stride tokens of a document are never scored. A stride of N or more scores all but the first token of
-    a span, which has no token before it. Documents shorter than the longest length are left out. The loops in YaRN's
-    code without --truncate and on Hugging Face's page on perplexity read the same spans, but score the first one whole
-    as well, and end with a shorter one.
+    a span, which has no token before it. Documents shorter than the longest length are left out. `sliding-all` scores
+    the first span whole as well.
     """
     for length in lengths if tokens >= lengths[-1] else ():
         for stop in range(length, tokens + 1, options.stride):
             start = stop - length
             yield Span(length, start, stop, max(start + 1, stop - options.stride), stop, length)
+
+
+@register_protocol("sliding-all", uses_stride=True)
+def sliding_all(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
+    """As sliding, but every token is scored once: the first span whole, the last one shorter (transformers' page).
+
+    These are the loops of Hugging Face's page on the perplexity of fixed-length models (its texts joined, bos=False)
+    and of YaRN's code without --truncate. Here every token has the same weight; the page counts one token less of every
+    later span, and YaRN's code gives all spans the same weight. The last span, if it is shorter, is read under
+    length-dependent methods held at N. Documents shorter than the longest length are left out.
+    """
+    for length in lengths if tokens >= lengths[-1] else ():
+        scored = 1
+        for start in range(0, tokens, options.stride):
+            stop = min(start + length, tokens)
+            yield Span(length, start, stop, max(start + 1, scored), stop, length)
+            scored = stop
+            if stop == tokens:
+                break
 
 
 @register_protocol("truncate", default_prefix="bos")

@@ -44,6 +44,20 @@ GOLDEN = {
             (8, 2, 10, 8, 10, 8),
         ],
     ),
+    "sliding-all": (
+        9,
+        [4, 6],
+        ProtocolOptions(targets=1, stride=2),
+        [
+            (4, 0, 4, 1, 4, 4),
+            (4, 2, 6, 4, 6, 4),
+            (4, 4, 8, 6, 8, 4),
+            (4, 6, 9, 8, 9, 4),
+            (6, 0, 6, 1, 6, 6),
+            (6, 2, 8, 6, 8, 6),
+            (6, 4, 9, 8, 9, 6),
+        ],
+    ),
     "truncate": (9, [4, 8], ProtocolOptions(targets=1), [(4, 0, 4, 1, 4, 4), (8, 0, 8, 1, 8, 8)]),
     "stream": (
         9,
@@ -115,7 +129,7 @@ def test_an_unknown_protocol_gets_the_nearest_name() -> None:
 def test_prefix_and_stride_are_stated() -> None:
     known = {name: PROTOCOLS[name] for name in GOLDEN}
     assert [name for name, protocol in known.items() if protocol.prefix == "document"] == ["blocks"]
-    assert [name for name, protocol in known.items() if protocol.uses_stride] == ["sliding", "stream"]
+    assert [name for name, protocol in known.items() if protocol.uses_stride] == ["sliding", "sliding-all", "stream"]
     assert [name for name, protocol in known.items() if protocol.uses_targets] == ["matched", "same-start"]
 
 
@@ -188,7 +202,14 @@ def test_blocks_score_every_token_once(tokens: int, length: int) -> None:
     assert [i for span in spans for i in range(span.score_from, span.score_to)] == list(range(tokens))
 
 
-@pytest.mark.parametrize("name", ["matched", "sliding", "truncate", "position"])
+@given(st.integers(2, 300), st.integers(2, 64), st.integers(1, 64))
+def test_sliding_all_scores_every_token_but_the_first_once(tokens: int, length: int, stride: int) -> None:
+    length = min(length, tokens)
+    spans = PROTOCOLS["sliding-all"].spans(tokens, [length], ProtocolOptions(targets=1, stride=min(stride, length - 1)))
+    assert [i for span in spans for i in range(span.score_from, span.score_to)] == list(range(1, tokens))
+
+
+@pytest.mark.parametrize("name", ["matched", "sliding", "sliding-all", "truncate", "position"])
 def test_short_documents_are_left_out_at_every_length(name: str) -> None:
     assert list(PROTOCOLS[name].spans(7, [4, 8], ProtocolOptions(targets=2))) == []
 

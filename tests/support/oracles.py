@@ -416,6 +416,25 @@ def naive_sliding(model: Any, ids: Tensor, n: int, longest: int, *, targets: int
     return [(nats(model, ids[a : a + n], range(n - stride, n)), stride) for a in starts]
 
 
+def naive_sliding_all(model: Any, ids: Tensor, n: int, longest: int, *, targets: int, stride: int) -> Losses:
+    """The loop of Hugging Face's page on perplexity, each token with the same weight."""
+    losses: Losses = []
+    if len(ids) < longest:
+        return losses
+    previous_end = 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + n, len(ids))
+        new = end - previous_end
+        labels = ids[begin:end].clone()
+        labels[:-new] = -100
+        scored = [place for place in range(1, end - begin) if labels[place] != -100]
+        losses.append((nats(model, ids[begin:end], scored), len(scored)))
+        previous_end = end
+        if end == len(ids):
+            break
+    return losses
+
+
 def naive_truncate(model: Any, ids: Tensor, n: int, longest: int, *, targets: int, stride: int) -> Losses:
     return [(nats(model, ids[:n], range(1, n)), n - 1)] if len(ids) >= longest else []
 
@@ -451,6 +470,7 @@ NAIVE_PROTOCOLS: dict[str, NaiveProtocol] = {
     "matched": naive_matched,
     "same-start": naive_same_start,
     "sliding": naive_sliding,
+    "sliding-all": naive_sliding_all,
     "truncate": naive_truncate,
     "stream": naive_stream,
     "blocks": naive_blocks,
