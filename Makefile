@@ -264,7 +264,7 @@ gpu: .venv/ready
 FURTHER := --longest 32 --factors 32 --methods yarn,mrrope,rerope,self-extend,dynamic-self-extend,jet-long,dca
 
 # Some hours, most of them training: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
-bench: .venv/ready
+bench: .venv/ready $(SMOLLM2)/config.json
 	$(RUN)/rope-ext demo --device $(DEVICE) --out build/bench/demo
 	$(if $(filter cpu,$(DEVICE)),cp build/bench/demo/demo.png docs/demo.png)
 	$(RUN)/python benchmarks/intervals.py --out $(RESULTS)
@@ -305,6 +305,7 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/dynamic.py --device $(DEVICE) --text --out $(RESULTS)
 	$(RUN)/python benchmarks/reading.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/reading.py --device $(DEVICE) --position 1024,2048,4096,8192 --out $(RESULTS)
+	$(RUN)/python benchmarks/readers.py --model $(SMOLLM2) --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/conversion.py --out $(RESULTS)
 	$(RUN)/python benchmarks/detection.py --device $(DEVICE) --folder build/bench/detection --out $(RESULTS)
 	$(RUN)/python benchmarks/trained_scaling.py --device $(DEVICE) --folder build/bench/trained-scaling --out $(RESULTS)

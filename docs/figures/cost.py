@@ -143,6 +143,23 @@ def reading() -> str:
 
 
 @figure
+def readers() -> str:
+    """Return the time, memory and loss of other programs and of this one, reading the same windows of the same text."""
+    line = last_line("readers")
+    rows = []
+    for row in line["rows"]:
+        way = f"windows of {line['length']:,}, {line['stride']:,} apart" if "overlap" in row["way"] else "blocks"
+        way = way if way != "blocks" else f"blocks of {line['length']:,}"
+        ratio = f"{row['time_ratio']:.2f}" if "time_ratio" in row else ""
+        rows.append(
+            [way, row["program"], f"{row['loss']:.6f}", f"{row['seconds']:.1f} s", ratio, f"{row['megabytes']:,.0f} MB"]
+        )
+    head = ["read", "by", "nats per token", "CPU time", "of the other's", "memory above the model"]
+    note = f"{line['model']}, {line['dtype']}, {line['tokens']:,} tokens, medians of {line['runs']} runs in turn. "
+    return markdown_table(head, rows, note + stamp(line, "benchmarks/readers.py"))
+
+
+@figure
 def position_ratio() -> str:
     row = [row for line in lines_of("reading") for row in line["rows"] if "position" in row][-1]
     *shorter, longest = (f"{length:,}" for length in row["lengths"])
