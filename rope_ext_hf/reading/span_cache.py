@@ -21,6 +21,34 @@ _HYBRID = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWin
 _STATE = ("LinearAttentionLayer", "DummyLayer")  # a state of fixed size alone, or nothing
 
 
+class _KeyMemory:
+    """Memory for the keys and the values of layers, which is allocated once and used again.
+
+    Layers that are never read at the same time may share one such memory. It then holds the keys and values of one
+    layer, and grows to those of the largest.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, torch.device], Tensor] = {}
+
+    def room(self, name: str, states: Tensor, capacity: int) -> Tensor:
+        """Return memory for the keys or values of `capacity` tokens, (rows, kv_heads, capacity, head_dim).
+
+        Args:
+            name: "keys" or "values".
+            states: keys or values of some tokens, (rows, kv_heads, tokens, head_dim), which give the other sizes, the
+                dtype and the device.
+            capacity: the number of tokens.
+        """
+        rows, heads, _, dim = states.shape
+        size = rows * heads * capacity * dim * states.element_size()
+        entry = name, states.device
+        if entry not in self._held or len(self._held[entry]) < size:
+            self._held.pop(entry, None)  # before the new one is allocated
+            self._held[entry] = torch.empty(size, dtype=torch.uint8, device=states.device)
+        return self._held[entry][:size].view(states.dtype).view(rows, heads, capacity, dim)
+
+
 class _Preallocated:
     """Keys and values of one layer in memory that is allocated once; `update` returns views of the filled part.
 
@@ -28,15 +56,15 @@ class _Preallocated:
 
     Attributes:
         keys, values: (rows, kv_heads, capacity, head_dim); None before the first update.
+        memory: the memory that they are in.
         capacity: the number of tokens that they have room for.
-        offload: whether they are in main memory; `update` then returns copies on the device.
         filled: the number of tokens that they hold.
     """
 
     keys: Tensor | None
     values: Tensor | None
+    memory: _KeyMemory
     capacity: int
-    offload: bool
     filled: int
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -45,30 +73,13 @@ class _Preallocated:
         Each tensor is (rows, kv_heads, tokens, head_dim).
         """
         if self.keys is None or self.values is None:
-            self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
+            self.keys = self.memory.room("keys", key_states, self.capacity)
+            self.values = self.memory.room("values", value_states, self.capacity)
         stop = self.filled + key_states.shape[-2]
-        for memory, states in ((self.keys, key_states), (self.values, value_states)):
-            if self.offload:  # in the order of `memory`, so that both sides of the copy are one run of bytes
-                states = states.transpose(1, 2).contiguous().transpose(1, 2)
-            memory[:, :, self.filled : stop].copy_(states, non_blocking=True)
+        self.keys[:, :, self.filled : stop] = key_states
+        self.values[:, :, self.filled : stop] = value_states
         self.filled = stop
-        keys, values = self.keys[:, :, :stop], self.values[:, :, :stop]
-        if self.offload:
-            # The device's stream keeps the order: these copies start after those into main memory have finished.
-            return keys.to(key_states.device, non_blocking=True), values.to(value_states.device, non_blocking=True)
-        return keys, values
-
-    def _allocate(self, states: Tensor) -> Tensor:
-        """Return empty memory for `capacity` tokens, with the other sizes and the dtype of these keys or values."""
-        rows, heads, _, dim = states.shape
-        if not self.offload:
-            return states.new_empty(rows, heads, self.capacity, dim)
-        # Pinned, so that the host does not wait for copies; token by token, so that the tokens of a chunk are one run
-        # of memory, which is all that a device copies directly.
-        memory = torch.empty(
-            (rows, self.capacity, heads, dim), dtype=states.dtype, device="cpu", pin_memory=states.is_cuda
-        )
-        return memory.transpose(1, 2)
+        return self.keys[:, :, :stop], self.values[:, :, :stop]
 
     def get_seq_length(self) -> int:
         """Return the number of tokens that are cached."""
@@ -110,10 +121,13 @@ class StoringCache(DynamicCache):  # type: ignore[misc]
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def _span_layer(capacity: int, offload: bool, stock: Any = None) -> Any:
+def _span_layer(capacity: int, memory: _KeyMemory | None, stock: Any = None) -> Any:
     """Return a layer with preallocated keys and values that replaces a layer of transformers' caches.
 
-    `stock`: the layer to replace; default: one that keeps all tokens.
+    Args:
+        capacity: the number of tokens that it has room for.
+        memory: the memory for its keys and values; None: one of its own.
+        stock: the layer to replace; default: one that keeps all tokens.
     """
     stock = DynamicLayer() if stock is None else stock
     kind = type(stock)
@@ -127,7 +141,7 @@ def _span_layer(capacity: int, offload: bool, stock: Any = None) -> Any:
     layer_class = _preallocated(cache_utils.LinearAttentionAndFullAttentionLayer if hybrid else DynamicLayer)
     layer = layer_class.__new__(layer_class)
     layer.__dict__ |= vars(stock if hybrid else DynamicLayer())
-    layer.__dict__ |= {"capacity": capacity, "offload": offload, "filled": 0}
+    layer.__dict__ |= {"capacity": capacity, "memory": memory or _KeyMemory(), "filled": 0}
     return layer
 
 
@@ -137,7 +151,8 @@ class SpanCache(StoringCache):
     Args:
         config: the config of the decoder.
         capacity: the number of tokens that it has room for.
-        offload: whether keys and values wait in main memory, and those of one layer at a time are on its device.
+        by_layer: whether texts are read layer by layer, so that all layers share the memory of one layer's keys and
+            values, see `layer_reader`.
         windows: the sliding windows of layers that keep only the keys in their window, by the index of the layer. All
             other layers keep the keys of all tokens, whatever the config says of them, see `safe_windows`.
 
@@ -148,24 +163,25 @@ class SpanCache(StoringCache):
     """
 
     def __init__(
-        self, config: Any, capacity: int, *, offload: bool = False, windows: Mapping[int, int] | None = None
+        self, config: Any, capacity: int, *, by_layer: bool = False, windows: Mapping[int, int] | None = None
     ) -> None:
         try:
             super().__init__(config=config)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise NotReadInChunksError(f"transformers makes no cache from the model's config ({error})") from error
-        self.capacity, self.offload = capacity, offload
+        self.capacity, self.by_layer = capacity, by_layer
+        memory = _KeyMemory() if by_layer else None
         stocks: list[Any] = vars(self)["layers"]
         self.stated = {
             index: stock.sliding_window for index, stock in enumerate(stocks) if type(stock).__name__ == _SLIDING
         }
         self.layers: list[Any] = [
-            stock if windows and index in windows else _span_layer(capacity, offload, stock)
+            stock if windows and index in windows else _span_layer(capacity, memory, stock)
             for index, stock in enumerate(stocks)
         ]
         # For decoders with more layers of attention than their config says. The function must not refer to this cache:
         # a cycle would keep gigabytes of keys until Python's collector runs, which counts objects and not bytes.
-        self.layer_class_to_replicate: Callable[[], Any] = partial(_span_layer, capacity, offload)
+        self.layer_class_to_replicate: Callable[[], Any] = partial(_span_layer, capacity, memory)
         self.seen: dict[int, set[int | None]] = {}
         self.empty = self.state()
 
@@ -186,6 +202,16 @@ class SpanCache(StoringCache):
         narrow = {index: reaches for index, reaches in self.seen.items() if reaches != {None}}
         return self.stated if narrow == {index: {window} for index, window in self.stated.items()} else {}
 
+    def place(self, tokens: int) -> None:
+        """Make every layer report that it holds this number of tokens, so that a decoder makes masks for the next ones.
+
+        The layers are to be restored before they are updated.
+        """
+        for layer in self.layers:
+            for name in ("filled", "cumulative_length"):  # of preallocated layers, of transformers' with a window
+                if name in vars(layer):
+                    setattr(layer, name, tokens)
+
     def state(self) -> list[dict[str, Any]]:
         """Return the state of the cache, which `restore` takes.
 
@@ -194,7 +220,9 @@ class SpanCache(StoringCache):
         """
         states = []
         for layer in self.layers:
-            kept = (_CONSTANT, "keys", "values") if isinstance(layer, _Preallocated) else (_CONSTANT,)
+            # Layers that share their memory let go of it, because another one may need a larger memory.
+            own_memory = isinstance(layer, _Preallocated) and not self.by_layer
+            kept = (_CONSTANT, "keys", "values") if own_memory else (_CONSTANT,)
             changing = {name: value for name, value in vars(layer).items() if name not in kept}
             states.append(tree_map_only(Tensor, Tensor.clone, changing))
         return states
