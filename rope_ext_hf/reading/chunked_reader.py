@@ -44,6 +44,8 @@ class ChunkedReader:
         head: the head, as a module.
         chunk: the number of tokens that the decoder reads at a time.
         head_bytes: memory for logits, in bytes.
+        offload_cache: whether keys and values wait in main memory, and those of one layer at a time are on the device.
+            It is for answers to prompts: losses are read layer by layer, if the decoder can be read so.
         longest: the number of tokens in the longest span (text read at once) to come, for which the cache is allocated
             at once.
         finish: whether to scale or cap the logits as the config says.
@@ -61,6 +63,7 @@ class ChunkedReader:
     head: Any
     chunk: int
     head_bytes: int
+    offload_cache: bool = False
     longest: int = 1
     finish: bool = True
     layers: LayerReader | None = None
@@ -110,7 +113,10 @@ class ChunkedReader:
             self.forget()  # before the new one is allocated
             # Allocated once for the longest span: growing would hold the old and the new keys at the same time.
             capacity = max(tokens, self.longest)
-            self.cache = SpanCache(self.decoder.config, capacity, by_layer=by_layer, windows=self.windows)
+            offload = self.offload_cache and not by_layer
+            self.cache = SpanCache(
+                self.decoder.config, capacity, offload=offload, by_layer=by_layer, windows=self.windows
+            )
         self.cache.restore(self.cache.empty)
         self.cache.stored = self.stored
         return self.cache

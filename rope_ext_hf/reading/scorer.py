@@ -74,6 +74,8 @@ class TokenScorer:
         model: patched or not, in any dtype, on any device. Patching and unpatching it later is fine.
         chunk: the number of tokens that the decoder reads at a time; default: by the free memory, see `memory.budgets`.
         head_bytes: memory for logits, in bytes; default: likewise.
+        offload_cache: whether keys and values wait in main memory, and those of one layer at a time are on the device.
+            Losses that are read layer by layer need the keys and values of one layer in any case.
         longest: the number of tokens in the longest span (text read at once) to come, for which the cache is allocated
             at once. A cache that grows from span to span would pin memory anew each time, and pinned memory is not
             given back.
@@ -90,6 +92,7 @@ class TokenScorer:
         *,
         chunk: int | None = None,
         head_bytes: int | None = None,
+        offload_cache: bool = False,
         longest: int | None = None,
     ) -> None:
         check_pairing(model)
@@ -108,6 +111,7 @@ class TokenScorer:
             head=model.get_output_embeddings(),
             chunk=chunk,
             head_bytes=head_bytes or default_head_bytes,
+            offload_cache=offload_cache,
             longest=longest or 1,
         )
         self._cost = Cost()

@@ -22,11 +22,7 @@ _STATE = ("LinearAttentionLayer", "DummyLayer")  # a state of fixed size alone, 
 
 
 class _KeyMemory:
-    """Memory for the keys and the values of layers, which is allocated once and used again.
-
-    Layers that are never read at the same time may share one such memory. It then holds the keys and values of one
-    layer, and grows to those of the largest.
-    """
+    """Memory for the keys and values of one layer at a time, which all layers of a cache share."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, torch.device], Tensor] = {}
@@ -56,15 +52,17 @@ class _Preallocated:
 
     Attributes:
         keys, values: (rows, kv_heads, capacity, head_dim); None before the first update.
-        memory: the memory that they are in.
         capacity: the number of tokens that they have room for.
+        offload: whether they are in main memory; `update` then returns copies on the device.
+        shared: the memory that they are in; None: it is their own.
         filled: the number of tokens that they hold.
     """
 
     keys: Tensor | None
     values: Tensor | None
-    memory: _KeyMemory
     capacity: int
+    offload: bool
+    shared: _KeyMemory | None
     filled: int
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -73,13 +71,35 @@ class _Preallocated:
         Each tensor is (rows, kv_heads, tokens, head_dim).
         """
         if self.keys is None or self.values is None:
-            self.keys = self.memory.room("keys", key_states, self.capacity)
-            self.values = self.memory.room("values", value_states, self.capacity)
+            self.keys, self.values = self._allocate("keys", key_states), self._allocate("values", value_states)
         stop = self.filled + key_states.shape[-2]
-        self.keys[:, :, self.filled : stop] = key_states
-        self.values[:, :, self.filled : stop] = value_states
+        for memory, states in ((self.keys, key_states), (self.values, value_states)):
+            if self.offload:  # in the order of `memory`, so that both sides of the copy are one run of bytes
+                states = states.transpose(1, 2).contiguous().transpose(1, 2)
+            memory[:, :, self.filled : stop].copy_(states, non_blocking=True)
         self.filled = stop
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+        keys, values = self.keys[:, :, :stop], self.values[:, :, :stop]
+        if self.offload:
+            # The device's stream keeps the order: these copies start after those into main memory have finished.
+            return keys.to(key_states.device, non_blocking=True), values.to(value_states.device, non_blocking=True)
+        return keys, values
+
+    def _allocate(self, name: str, states: Tensor) -> Tensor:
+        """Return empty memory for `capacity` tokens, with the other sizes and the dtype of these keys or values.
+
+        `name`: "keys" or "values".
+        """
+        if self.shared is not None:
+            return self.shared.room(name, states, self.capacity)
+        rows, heads, _, dim = states.shape
+        if not self.offload:
+            return states.new_empty(rows, heads, self.capacity, dim)
+        # Pinned, so that the host does not wait for copies; token by token, so that the tokens of a chunk are one run
+        # of memory, which is all that a device copies directly.
+        memory = torch.empty(
+            (rows, self.capacity, heads, dim), dtype=states.dtype, device="cpu", pin_memory=states.is_cuda
+        )
+        return memory.transpose(1, 2)
 
     def get_seq_length(self) -> int:
         """Return the number of tokens that are cached."""
@@ -121,12 +141,13 @@ class StoringCache(DynamicCache):  # type: ignore[misc]
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def _span_layer(capacity: int, memory: _KeyMemory | None, stock: Any = None) -> Any:
+def _span_layer(capacity: int, offload: bool, shared: _KeyMemory | None, stock: Any = None) -> Any:
     """Return a layer with preallocated keys and values that replaces a layer of transformers' caches.
 
     Args:
         capacity: the number of tokens that it has room for.
-        memory: the memory for its keys and values; None: one of its own.
+        offload: whether its keys and values are in main memory.
+        shared: the memory for its keys and values; None: one of its own.
         stock: the layer to replace; default: one that keeps all tokens.
     """
     stock = DynamicLayer() if stock is None else stock
@@ -141,7 +162,7 @@ def _span_layer(capacity: int, memory: _KeyMemory | None, stock: Any = None) -> 
     layer_class = _preallocated(cache_utils.LinearAttentionAndFullAttentionLayer if hybrid else DynamicLayer)
     layer = layer_class.__new__(layer_class)
     layer.__dict__ |= vars(stock if hybrid else DynamicLayer())
-    layer.__dict__ |= {"capacity": capacity, "memory": memory or _KeyMemory(), "filled": 0}
+    layer.__dict__ |= {"capacity": capacity, "offload": offload, "shared": shared, "filled": 0}
     return layer
 
 
@@ -151,8 +172,9 @@ class SpanCache(StoringCache):
     Args:
         config: the config of the decoder.
         capacity: the number of tokens that it has room for.
-        by_layer: whether texts are read layer by layer, so that all layers share the memory of one layer's keys and
-            values, see `layer_reader`.
+        offload: whether keys and values wait in main memory, and those of one layer at a time are on its device.
+        by_layer: whether texts are read layer by layer (`layer_reader`), so that all layers share the memory of one
+            layer's keys and values.
         windows: the sliding windows of layers that keep only the keys in their window, by the index of the layer. All
             other layers keep the keys of all tokens, whatever the config says of them, see `safe_windows`.
 
@@ -163,25 +185,31 @@ class SpanCache(StoringCache):
     """
 
     def __init__(
-        self, config: Any, capacity: int, *, by_layer: bool = False, windows: Mapping[int, int] | None = None
+        self,
+        config: Any,
+        capacity: int,
+        *,
+        offload: bool = False,
+        by_layer: bool = False,
+        windows: Mapping[int, int] | None = None,
     ) -> None:
         try:
             super().__init__(config=config)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise NotReadInChunksError(f"transformers makes no cache from the model's config ({error})") from error
-        self.capacity, self.by_layer = capacity, by_layer
-        memory = _KeyMemory() if by_layer else None
+        self.capacity, self.offload, self.by_layer = capacity, offload, by_layer
+        shared = _KeyMemory() if by_layer else None
         stocks: list[Any] = vars(self)["layers"]
         self.stated = {
             index: stock.sliding_window for index, stock in enumerate(stocks) if type(stock).__name__ == _SLIDING
         }
         self.layers: list[Any] = [
-            stock if windows and index in windows else _span_layer(capacity, memory, stock)
+            stock if windows and index in windows else _span_layer(capacity, offload, shared, stock)
             for index, stock in enumerate(stocks)
         ]
         # For decoders with more layers of attention than their config says. The function must not refer to this cache:
         # a cycle would keep gigabytes of keys until Python's collector runs, which counts objects and not bytes.
-        self.layer_class_to_replicate: Callable[[], Any] = partial(_span_layer, capacity, memory)
+        self.layer_class_to_replicate: Callable[[], Any] = partial(_span_layer, capacity, offload, shared)
         self.seen: dict[int, set[int | None]] = {}
         self.empty = self.state()
 
@@ -220,8 +248,8 @@ class SpanCache(StoringCache):
         """
         states = []
         for layer in self.layers:
-            # Layers that share their memory let go of it, because another one may need a larger memory.
-            own_memory = isinstance(layer, _Preallocated) and not self.by_layer
+            # Layers with a shared memory let go of it, because a larger layer may have it allocated anew.
+            own_memory = isinstance(layer, _Preallocated) and layer.shared is None
             kept = (_CONSTANT, "keys", "values") if own_memory else (_CONSTANT,)
             changing = {name: value for name, value in vars(layer).items() if name not in kept}
             states.append(tree_map_only(Tensor, Tensor.clone, changing))
