@@ -125,34 +125,43 @@ class LayerReader:
         decoder: the decoder.
 
     Attributes:
-        outside: the modules of the decoder outside of its layers.
-        others: for each call of a layer in a forward, in order, what its output has beside the hidden states; None: the
-            output is a tensor. `watched` sets it.
+        by_embeddings: whether the second forward of a chunk gets hidden states in place of embeddings, which are then
+            not looked up again.
 
     Raises:
         NotReadByLayerError: the decoder has no list of layers.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
-        self._list = _list_of_layers(decoder)
-        inside = set(self._list.modules())
-        self.outside = [module for module in decoder.modules() if module not in inside]
-        self.others: list[tuple[Any, ...] | None] = []
-        self._takes_embeddings = _EMBEDDINGS in inspect.signature(type(decoder).forward).parameters
+        self._decoder = decoder
+        self._lists = _outer_lists(decoder)
+        self._others: list[tuple[Any, ...] | None] = []
+        self.by_embeddings = _EMBEDDINGS in inspect.signature(type(decoder).forward).parameters
+
+    @property
+    def outside(self) -> list[nn.Module]:
+        """The modules of the decoder outside of its layers."""
+        inside = {module for layers in self._lists for module in layers.modules()}
+        return [module for module in self._decoder.modules() if module not in inside]
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note what the layers return, in the one or more forwards inside the with block."""
+        """Find the layers, and note what they return, in the forwards inside the with block."""
+        called: list[nn.Module] = []
+        # for each call what the output has beside the hidden states; None: the output is a tensor
         others: list[tuple[Any, ...] | None] = []
 
         def watch(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             output = layer(*args, **kwargs)
+            called.append(layer)
             others.append(output[1:] if isinstance(output, tuple) else None)
             return output
 
         with self._standing_in(watch):
             yield
-        self.others = others
+        # A decoder with a vision tower has other lists, which texts do not reach.
+        self._lists = [layers for layers in self._lists if not set(layers).isdisjoint(called)]
+        self._others = others
 
     def read(self, decode: Callable[..., Tensor], ids: Sequence[Tensor], cache: SpanCache, chunk: int) -> list[_Text]:
         """Read texts up to the output of the last layer.
@@ -231,7 +240,7 @@ class LayerReader:
             states = text.states[:, chunk.start : chunk.stop]
             # Embeddings are not needed any more: with these in their place, none are looked up.
             tokens = {"input_ids": text.ids[None, chunk.start : chunk.stop]}
-            if self._takes_embeddings and states.ndim == 3:
+            if self.by_embeddings:
                 tokens = {_EMBEDDINGS: states}
             cache.place(chunk.start)
             with self._standing_in(hand_on):
@@ -242,23 +251,24 @@ class LayerReader:
 
     def _output(self, index: int, states: Tensor) -> Any:
         """Return hidden states in the form of a layer's output; `index`: that of its call in a forward."""
-        others = self.others[index]
+        others = self._others[index]
         return states if others is None else (states, *others)
 
     @contextmanager
     def _standing_in(self, act: _Act) -> Iterator[None]:
         """Put stand-ins in the places of the layers inside the with block."""
-        places: dict[str, Any] = self._list._modules
-        layers = dict(places)
-        places.update((name, _StandIn(layer, act)) for name, layer in layers.items())
+        layers = [(places._modules, dict(places._modules)) for places in self._lists]
+        for places, inside in layers:
+            places.update((name, None if layer is None else _StandIn(layer, act)) for name, layer in inside.items())
         try:
             yield
         finally:
-            places.update(layers)
+            for places, inside in layers:
+                places.update(inside)
 
 
-def _list_of_layers(decoder: nn.Module) -> nn.ModuleList:
-    """Return the list of layers of a decoder: of its lists that are in no other list, the one with most weights."""
+def _outer_lists(decoder: nn.Module) -> list[nn.ModuleList]:
+    """Return the lists of modules in a decoder that are not inside of other lists."""
     lists: list[nn.ModuleList] = []
     pending: list[nn.Module] = [decoder]
     while pending:
@@ -269,4 +279,4 @@ def _list_of_layers(decoder: nn.Module) -> nn.ModuleList:
                 pending.append(module)
     if not lists:
         raise NotReadByLayerError("it has no list of layers")
-    return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
+    return lists

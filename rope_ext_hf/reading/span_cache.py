@@ -22,23 +22,33 @@ _STATE = ("LinearAttentionLayer", "DummyLayer")  # a state of fixed size alone, 
 
 
 class _KeyMemory:
-    """Memory for the keys and values of one layer at a time, which all layers of a cache share."""
+    """Memory for the keys and values of one layer of a decoder at a time, which all layers of a cache share.
+
+    A layer of a decoder may have several attention modules, each with a layer of the cache.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, torch.device], Tensor] = {}
+        self._held: dict[tuple[int, str, torch.device], Tensor] = {}
+        self._taken = 0  # layers of the cache that have memory now
 
-    def room(self, name: str, states: Tensor, capacity: int) -> Tensor:
-        """Return memory for the keys or values of `capacity` tokens, (rows, kv_heads, capacity, head_dim).
+    def free(self) -> None:
+        """Take the memory back from all layers of the cache."""
+        self._taken = 0
+
+    def take(self, key_states: Tensor, value_states: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        """Return memory for the keys and values of one more layer, each (rows, kv_heads, capacity, head_dim).
 
         Args:
-            name: "keys" or "values".
-            states: keys or values of some tokens, (rows, kv_heads, tokens, head_dim), which give the other sizes, the
-                dtype and the device.
+            key_states, value_states: those of some tokens, which give the other sizes, the dtypes and the device.
             capacity: the number of tokens.
         """
+        self._taken += 1
+        return self._room("keys", key_states, capacity), self._room("values", value_states, capacity)
+
+    def _room(self, name: str, states: Tensor, capacity: int) -> Tensor:
         rows, heads, _, dim = states.shape
         size = rows * heads * capacity * dim * states.element_size()
-        entry = name, states.device
+        entry = self._taken, name, states.device
         if entry not in self._held or len(self._held[entry]) < size:
             self._held.pop(entry, None)  # before the new one is allocated
             self._held[entry] = torch.empty(size, dtype=torch.uint8, device=states.device)
@@ -71,7 +81,10 @@ class _Preallocated:
         Each tensor is (rows, kv_heads, tokens, head_dim).
         """
         if self.keys is None or self.values is None:
-            self.keys, self.values = self._allocate("keys", key_states), self._allocate("values", value_states)
+            if self.shared is not None:
+                self.keys, self.values = self.shared.take(key_states, value_states, self.capacity)
+            else:
+                self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
         stop = self.filled + key_states.shape[-2]
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
             if self.offload:  # in the order of `memory`, so that both sides of the copy are one run of bytes
@@ -84,13 +97,8 @@ class _Preallocated:
             return keys.to(key_states.device, non_blocking=True), values.to(value_states.device, non_blocking=True)
         return keys, values
 
-    def _allocate(self, name: str, states: Tensor) -> Tensor:
-        """Return empty memory for `capacity` tokens, with the other sizes and the dtype of these keys or values.
-
-        `name`: "keys" or "values".
-        """
-        if self.shared is not None:
-            return self.shared.room(name, states, self.capacity)
+    def _allocate(self, states: Tensor) -> Tensor:
+        """Return empty memory for `capacity` tokens, with the other sizes and the dtype of these keys or values."""
         rows, heads, _, dim = states.shape
         if not self.offload:
             return states.new_empty(rows, heads, self.capacity, dim)
@@ -198,7 +206,7 @@ class SpanCache(StoringCache):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise NotReadInChunksError(f"transformers makes no cache from the model's config ({error})") from error
         self.capacity, self.offload, self.by_layer = capacity, offload, by_layer
-        shared = _KeyMemory() if by_layer else None
+        self.shared = shared = _KeyMemory() if by_layer else None
         stocks: list[Any] = vars(self)["layers"]
         self.stated = {
             index: stock.sliding_window for index, stock in enumerate(stocks) if type(stock).__name__ == _SLIDING
@@ -264,6 +272,8 @@ class SpanCache(StoringCache):
         for layer, saved in zip(self.layers, state, strict=True):
             # copied, because transformers updates states in place
             layer.__dict__ |= tree_map_only(Tensor, Tensor.clone, saved)
+        if self.shared is not None:
+            self.shared.free()
 
 
 _CONSTANT = "_sliding_window_tensor"
