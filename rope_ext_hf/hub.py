@@ -232,7 +232,7 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
-    device_map: str | None = None,
+    device_map: str | dict[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:

@@ -28,14 +28,16 @@ from rope_ext_hf.patches.slots import Slot, patched_slots, tables_of
 from rope_ext_hf.reading.chunk_check import CHECKED_TOKENS, why_not_in_chunks
 from rope_ext_hf.reading.chunked_reader import ChunkedReader
 from rope_ext_hf.reading.head_losses import negative_log_likelihoods_, power_of_two
-from rope_ext_hf.reading.memory import budgets, widest_activation
-from rope_ext_hf.reading.offloaded_weights import device_of_ids
+from rope_ext_hf.reading.memory import available, budgets, waiting_bytes, widest_activation
+from rope_ext_hf.reading.offloaded_weights import device_of_ids, is_offloaded
 from rope_ext_hf.reading.whole_reader import whole_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["Cost", "TokenScorer", "check_numbers"]
+
+_SHARE_OF_TEXTS = 4  # texts that are read together get a quarter of the free memory, because a layer's weights come too
 
 
 class Cost(NamedTuple):
@@ -48,6 +50,10 @@ class Cost(NamedTuple):
     def plus(self, other: Cost) -> Cost:
         """Return the cost of two measurements, one after the other."""
         return Cost(self.tokens + other.tokens, self.seconds + other.seconds, max(self.peak, other.peak))
+
+    def share(self, tokens: int) -> Cost:
+        """Return the part of the cost that belongs to some of its tokens."""
+        return Cost(tokens, self.seconds * tokens / self.tokens, self.peak)
 
 
 def check_numbers(values: Tensor, tokens: int) -> None:
@@ -177,6 +183,19 @@ class TokenScorer:
     def by_layer(self) -> bool:
         """True if losses are computed layer by layer, so that keys and values of one layer are held at a time."""
         return self.chunked and self.reader.layers is not None
+
+    @property
+    def tokens_together(self) -> int:
+        """The number of tokens in texts that `losses_together` had better be given at once.
+
+        It is 0, so that texts are given one at a time, unless weights are offloaded. Then it is as many as a part of
+        the free memory holds between two layers.
+        """
+        if not (self.by_layer and is_offloaded(self.reader.decoder)):
+            return 0
+        config = self.model.config.get_text_config()
+        per_token = waiting_bytes(config, 1, torch.finfo(self.model.dtype).bits // 8)
+        return available(self._device) // (_SHARE_OF_TEXTS * per_token)
 
     @property
     def by_length(self) -> bool:
