@@ -248,7 +248,7 @@ class Prepared:
             if options.dry_run:
                 self.forecast = _forecast(empty, load, plan, workers, options.out, question)
             else:
-                self.places = _check_memory(empty, load, plan, workers, question)
+                self.places = _check_memory(name, empty, load, plan, workers, question)
         self.load, self.plan, self.workers = load, plan, workers
 
     def measure(self) -> Run[Any]:
@@ -292,7 +292,7 @@ def _with_key_tokens(
         if options.dry_run:
             print_result(_forecast(empty, evaluator, key_plan, workers, options.out), options.as_json)
             return None
-        places = _check_memory(empty, evaluator, key_plan, workers)
+        places = _check_memory(source, empty, evaluator, key_plan, workers)
         run = carry_out(
             evaluator.model(source, places),
             key_plan,
@@ -309,6 +309,7 @@ def _with_key_tokens(
 
 
 def _check_memory(
+    name: str,
     empty: PreTrainedModel,
     load: EvalOptions,
     plan: RunPlan[Any],
@@ -317,10 +318,18 @@ def _check_memory(
 ) -> dict[str, Any] | None:
     """Raise an error if a measurement does not fit into memory; else print the memory and time that it needs.
 
-    `question` has the options with which it would take less time. The result is a device map for a model that is larger
-    than its device, and None for all others.
+    Args:
+        name: the model, as the command line has it.
+        empty: the model, without its weights.
+        load: the options for loading it.
+        plan: the plan of the measurement.
+        workers: the processes that share the run.
+        question: the options of the measurement; with others of them it would take less time.
+
+    Returns:
+        A device map for a model that is larger than its device; None for all others.
     """
-    from rope_ext_hf.hub import find_device, loaded_dtype
+    from rope_ext_hf.hub import find_device, loaded_dtype, loads_by_layer
     from rope_ext_hf.reading.memory import check_memory, weight_places
 
     device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
@@ -333,6 +342,7 @@ def _check_memory(
         spread=load.device_map is not None,
         offload_cache=load.offload_cache,
         by_layer=plan.measurement.by_layer,
+        fetch=plan.scorer is None and loads_by_layer(name, empty),
     )
     places = weight_places(empty, needed, dtype, device) if needed.fetched else None
     seconds = _seconds(empty, load, plan, workers)

@@ -291,13 +291,14 @@ def check_memory(
     spread: bool = False,
     offload_cache: bool = False,
     by_layer: bool = False,
+    fetch: bool = False,
 ) -> MemoryEstimate:
     """Return the estimated memory for reading spans of text; raise an error if less is free.
 
-    Read layer by layer, a model may be larger than its device: then the result has `fetched`.
-
     Args:
         model, longest, dtype, device, offload_cache, by_layer: as in `estimate_memory`.
+        fetch: whether weights that the device has no room for may come to it a layer at a time, if the spans are read
+            layer by layer; then the result has `fetched`.
         spread: whether the weights are spread over all GPUs and main memory, so that the free memory is that of all of
             them.
 
@@ -313,7 +314,7 @@ def check_memory(
     free = everywhere if spread else available(device)
     if needed.total <= free and needed.offloaded <= main:
         return needed
-    if needed.waiting and not spread:
+    if fetch and needed.waiting and not spread:
         weights = LayerWeights.of(model)
         least = weights.least * needed.weights // (weights.outside + sum(weights.layers))
         partly = replace(needed, weights=least, fetched=needed.weights - least)

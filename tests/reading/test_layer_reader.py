@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +17,9 @@ from torch import Tensor, nn
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
+from rope_ext_hf.hub import load_empty, load_model, load_tokenizer, loads_by_layer
 from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.layer_placement import LayerWeights, layer_map
 from rope_ext_hf.reading.scorer import TokenScorer
 from tests.support.every_model import tiny
 from tests.support.models import FAMILIES, build
@@ -253,3 +258,100 @@ def test_weights_are_freed_after_an_error(tmp_path: Path) -> None:
         scorer.losses(tokens(90), 5)
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
     assert torch.equal(scorer.losses(tokens(90), 5), expected)
+
+
+# --- models that are larger than their device -------------------------------------------------------------------------
+
+
+def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
+    """Save a model with the tokenizer of the bundled model, and return its folder."""
+    build(name, vocab_size=400, **options).save_pretrained(folder)
+    load_tokenizer("reference").save_pretrained(folder)
+    return folder
+
+
+CHILD = """
+import json, sys
+from rope_ext_hf.cli.app import app
+from rope_ext_hf.reading import memory
+
+free, *command = sys.argv[1:]
+if int(free):
+    memory.available = lambda device: int(free)
+try:
+    app(command)
+finally:
+    peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    print(peak.split()[1], file=sys.stderr)
+"""
+"""Run a command, with this number of free bytes (0: as many as there are), and print the most memory it had, in kB."""
+
+
+def measured(folder: Path, free: int) -> tuple[list[float], str, int]:
+    """Measure the perplexity of a model in a process of its own; return losses, what it printed, and peak bytes.
+
+    `free`: the bytes of memory that the process is told to be free; 0: as many as there are.
+    """
+    text = folder.parent / "text.txt"
+    text.write_text("All that a text of a test has to be is long enough. " * 40, encoding="utf-8")
+    out = str(folder.parent / f"runs-{free}")
+    options = ["--lengths", "64,128", "--max-spans", "3", "--device", "cpu", "--out", out, "--json"]
+    command = [sys.executable, "-c", CHILD, str(free), "ppl", str(folder), "--data", str(text), *options]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    losses = [row["loss"] for row in json.loads(result.stdout)["results"]]
+    return losses, " ".join(result.stderr.split()), 1024 * int(result.stderr.split()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak memory is read from /proc")
+def test_a_model_larger_than_memory_is_read_from_disk(tmp_path: Path) -> None:
+    layers, sizes = 16, {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
+    folder = saved(tmp_path / "model", num_hidden_layers=layers, **sizes)
+    size = (folder / "model.safetensors").stat().st_size
+    expected, printed, peak = measured(folder, 0)
+    assert "layer at a time" not in printed
+    found, printed, peak_of_layers = measured(folder, size // 4)
+    assert "of weights in main memory or on disk, read a layer at a time" in printed
+    assert found == pytest.approx(expected, abs=1e-5)  # the chunks are smaller
+    assert peak - peak_of_layers > size * 6 // 10
+
+
+def test_places_of_weights() -> None:
+    """All but layers is on the device, then layers as long as there is room; then main memory, then disk."""
+    with torch.device("meta"):
+        model = build("llama", num_hidden_layers=5)
+    weights = LayerWeights.of(model)
+    layer = weights.layers[0]
+    assert weights.outside + sum(weights.layers) == model.num_parameters()
+    places = layer_map(model, 4 * (weights.least + layer), 4 * 2 * layer, 4, torch.device("cuda", 1))
+    by_layer = [places.pop(f"model.layers.{index}") for index in range(5)]
+    assert by_layer == [1, "cpu", "cpu", "disk", "disk"]
+    assert places == dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], 1)
+    on_cpu = layer_map(model, 4 * (weights.least + layer), 4 * 2 * layer, 4, torch.device("cpu"))
+    assert [on_cpu[f"model.layers.{index}"] for index in range(5)] == ["cpu", "disk", "disk", "disk", "disk"]
+
+
+def test_weights_that_are_converted_while_they_are_read_cannot_stay_on_disk(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "mixtral")
+    places = layer_map(load_empty(folder), 0, 0, 4, torch.device("cpu"))
+    with pytest.raises(rope.CheckpointError, match=r"converted while they are read .* needs main memory for all"):
+        load_model(folder, device="cpu", device_map=places)
+
+
+@pytest.mark.parametrize("name", ["reference", "gguf", "quantised", "bin"])
+def test_files_whose_weights_are_read_all_at_once(name: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    empty = load_empty(folder)
+    assert loads_by_layer(folder, empty)
+    if name == "reference":
+        assert loads_by_layer(name, load_empty(name))
+        return
+    if name == "quantised":
+        empty.config.quantization_config = {"quant_method": "fp8"}
+    elif name == "bin":
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    else:
+        folder = tmp_path / "model.gguf"
+        folder.write_bytes(b"GGUF")
+    assert not loads_by_layer(folder, empty)
