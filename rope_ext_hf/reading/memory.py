@@ -84,7 +84,7 @@ def cached_bytes(config: Any, tokens: int, *, width: int = 2, gpus: int = 1, ahe
     return total
 
 
-def one_layer_bytes(config: Any, tokens: int, *, width: int = 2) -> int:
+def _one_layer_bytes(config: Any, tokens: int, *, width: int = 2) -> int:
     """Return the most bytes that the keys, values and states of any one layer take; see `cached_bytes`."""
     layers = cached_layers(config)
     return max((cached_bytes(config, tokens, width=width, layers=[layer]) for layer in layers), default=0)
@@ -255,7 +255,7 @@ def estimate_memory(
     working, logits = budgets(device or _CPU)
     weights = model.num_parameters() * width
     if by_layer and not getattr(config, "num_kv_shared_layers", None):
-        cache, waiting = one_layer_bytes(config, longest, width=width), waiting_bytes(config, longest, width)
+        cache, waiting = _one_layer_bytes(config, longest, width=width), waiting_bytes(config, longest, width)
         return MemoryEstimate(weights, cache, working, logits=logits, waiting=waiting)
     if not offload_cache:
         return MemoryEstimate(weights, cache, working, logits=logits)

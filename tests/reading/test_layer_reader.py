@@ -193,7 +193,7 @@ class Counted:
 def counted(model: nn.Module) -> Iterator[list[int]]:
     """Yield a list of the bytes of each weight that is brought to the device inside the with block."""
     sizes: list[int] = []
-    hooks = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
+    hooks: list[Any] = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
     offloading = [part for hook in hooks for part in getattr(hook, "hooks", (hook,)) if getattr(part, "offload", False)]
     weights = [hook.weights_map for hook in offloading]
     for hook in offloading:
@@ -306,8 +306,8 @@ def measured(folder: Path, free: int) -> tuple[list[float], str, int]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak memory is read from /proc")
 def test_a_model_larger_than_memory_is_read_from_disk(tmp_path: Path) -> None:
-    layers, sizes = 16, {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
-    folder = saved(tmp_path / "model", num_hidden_layers=layers, **sizes)
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
+    folder = saved(tmp_path / "model", num_hidden_layers=16, **sizes)
     size = (folder / "model.safetensors").stat().st_size
     expected, printed, peak = measured(folder, 0)
     assert "layer at a time" not in printed
