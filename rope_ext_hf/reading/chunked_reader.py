@@ -161,12 +161,12 @@ class ChunkedReader:
             start: the position of the first token.
             tokens: input_ids=(1, tokens) int64, or inputs_embeds=(1, tokens, hidden).
         """
-        [given] = tokens.values()
+        [new_tokens] = tokens.values()
         # The attention of remapping methods would compare positions with those in the cache, which waits for the
         # device; it derives them from the cache where none are given.
         positions = None
         if not self._has_remapping_attention:
-            positions = torch.arange(start, start + given.shape[1], device=given.device)[None]
+            positions = torch.arange(start, start + new_tokens.shape[1], device=new_tokens.device)[None]
         arguments: dict[str, Any] = {cache_parameter(self.decoder): cache, "position_ids": positions, "use_cache": True}
         out: Tensor = self.decoder(**tokens, **arguments).last_hidden_state[0]
         return out

@@ -1,7 +1,7 @@
-"""Where the weights of a model are that is larger than its device: what is outside of its layers stays on the device.
+"""Places for the weights of a model that is larger than its device, as a device map of transformers.
 
-Of the layers, those that fit stay there as well. The others wait in main memory, and the rest on disk; each comes to
-the device when texts go through it (`layer_reader`). The places are those of a device map of transformers.
+What is outside of the layers is on the device, and layers as far as they fit. Other layers wait in main memory, and the
+rest on disk; each comes to the device when texts go through it (`layer_reader`).
 """
 
 from __future__ import annotations
