@@ -244,6 +244,11 @@ def measured(model: Any, entry: Entry) -> str:
     losses = _ordinary_losses(model, ids[0])
     far = float((scorer.losses(ids[0], 1) - losses).abs().max())
     require(far < EQUAL, f"losses are off by {far:.2g}, read {scorer.reading}")
+    if scorer.by_layer:
+        found, layers = scorer.losses(ids[0], 1), scorer.reader.layers
+        scorer.reader.layers = None
+        require(torch.equal(scorer.losses(ids[0], 1), found), "losses read layer by layer are others")
+        scorer.reader.layers = layers
     prompt = ids[0, :PROMPT]
     answers = torch.stack([ids[0, PROMPT : PROMPT + ANSWER], ids[0, -ANSWER:]])
     losses = torch.stack([_ordinary_losses(model, torch.cat([prompt, answer]))[-ANSWER:] for answer in answers])

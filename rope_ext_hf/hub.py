@@ -51,6 +51,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "loaded_dtype",
+    "loads_by_layer",
     "model_folder",
     "model_source",
     "read_config",
@@ -232,7 +233,7 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
-    device_map: str | None = None,
+    device_map: str | dict[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
@@ -243,7 +244,7 @@ def load_model(
             model, as a `peft.PeftModel`.
         dtype: the dtype of the weights, as torch has it or by its name; "auto": as they are saved.
         device: the name of a device; "auto": the GPU if there is one, else the CPU.
-        device_map: a device map of transformers, which is used instead of `device`.
+        device_map: a device map of transformers, or a name that it has for one; it is used instead of `device`.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether Python code that comes with the model may run.
 
@@ -259,9 +260,33 @@ def load_model(
     elif torch_device.type != "cpu":  # each tensor is read onto its device, without a copy of the model in main memory
         arguments["device_map"] = {"": torch_device}
     with loading(f"the model {short(str(name))!r}"):
-        model = from_pretrained(source, dtype=torch_dtype, trust_remote_code=trust_remote_code, **arguments)
+        try:
+            model = from_pretrained(source, dtype=torch_dtype, trust_remote_code=trust_remote_code, **arguments)
+        except ValueError as error:
+            if "offload_folder" not in str(error):
+                raise
+            raise CheckpointError(
+                "its weights are converted while they are read (those of most mixtures of experts are), so that they "
+                "cannot stay on disk and be read a layer at a time; it needs main memory for all of them, or "
+                "--dtype bfloat16, which takes half of what float32 takes"
+            ) from error
         check_pairing(model)
     return model.eval()
+
+
+def loads_by_layer(name: str | Path, empty: PreTrainedModel) -> bool:
+    """Return whether weights of a model may stay on disk, and be read a layer at a time.
+
+    Those of GGUF files, of adapters, of quantised models and of files other than safetensors are all read at once.
+
+    Args:
+        name: a folder, a GGUF file, a Hub id, or "reference" for the bundled model.
+        empty: the same model, without its weights.
+    """
+    source = model_source(name)
+    if is_gguf(source) or getattr(empty.config, "quantization_config", None) is not None or is_adapter(source):
+        return False
+    return not _is_folder(Path(source)) or any(Path(source).glob("*.safetensors"))
 
 
 def model_by_name(model: PreTrainedModel | str | Path) -> PreTrainedModel:

@@ -134,12 +134,15 @@ def gpu_memory() -> str:
     rows = (
         [
             f"{row['tokens']:,}",
-            f"{row['gpu']:.1f} GB",
-            f"{row['offloading_gpu']:.1f} GB + {row['offloading_main']:.0f} GB",
+            f"{row['losses']:.1f} GB",
+            f"{row['answers']:.1f} GB",
+            f"{row['offloading']:.1f} GB + {row['offloading_main']:.0f} GB",
         ]
         for row in fitting_memory()
     )
-    return markdown_table(["tokens", "all on the GPU", "`--offload-cache`: GPU + main memory"], rows)
+    return markdown_table(
+        ["tokens", "losses (`ppl`)", "answers to prompts (`passkey`)", "`--offload-cache`: GPU + main memory"], rows
+    )
 
 
 @cache
@@ -155,8 +158,8 @@ def fitting_memory() -> tuple[Row, ...]:
     rows = []
     for length in (2**17, 2**18, 2**19, 2**20):
         row: Row = {"tokens": length}
-        for name, offload in (("gpu", False), ("offloading_gpu", True)):
-            estimate = estimate_memory(model, length, offload_cache=offload)
+        for name in ("losses", "answers", "offloading"):
+            estimate = estimate_memory(model, length, by_layer=name == "losses", offload_cache=name == "offloading")
             estimate = replace(estimate, working=GPU_WORKING_BYTES, logits=0)
             row[name] = round(estimate.total / 1e9, 1)
         rows.append(row | {"offloading_main": round(estimate.offloaded / 1e9, 1)})

@@ -244,10 +244,11 @@ class Prepared:
                 plan = _with_key_tokens(plan, question, options, load, workers, self.file)
             plan = processes.reading(plan, name, empty, load, workers)
             self.forecast: Forecast | None = None
+            self.places: dict[str, Any] | None = None
             if options.dry_run:
                 self.forecast = _forecast(empty, load, plan, workers, options.out, question)
             else:
-                _check_memory(empty, load, plan, workers, question)
+                self.places = _check_memory(name, empty, load, plan, workers, question)
         self.load, self.plan, self.workers = load, plan, workers
 
     def measure(self) -> Run[Any]:
@@ -261,7 +262,7 @@ class Prepared:
         name = self.options.model
         with self.workers.in_step(), foreign_errors(f"the model {short(name)!r} could not be measured"):
             run = carry_out(
-                self.load.model(name),
+                self.load.model(name, self.places),
                 self.plan,
                 out=self.options.out,
                 workers=self.workers,
@@ -291,9 +292,9 @@ def _with_key_tokens(
         if options.dry_run:
             print_result(_forecast(empty, evaluator, key_plan, workers, options.out), options.as_json)
             return None
-        _check_memory(empty, evaluator, key_plan, workers)
+        places = _check_memory(source, empty, evaluator, key_plan, workers)
         run = carry_out(
-            evaluator.model(source),
+            evaluator.model(source, places),
             key_plan,
             out=options.out,
             workers=workers,
@@ -308,27 +309,45 @@ def _with_key_tokens(
 
 
 def _check_memory(
+    name: str,
     empty: PreTrainedModel,
     load: EvalOptions,
     plan: RunPlan[Any],
     workers: Workers,
     question: LengthsQuestion | None = None,
-) -> None:
+) -> dict[str, Any] | None:
     """Raise an error if a measurement does not fit into memory; else print the memory and time that it needs.
 
-    `question` has the options with which it would take less time.
+    Args:
+        name: the model, as the command line has it.
+        empty: the model, without its weights.
+        load: the options for loading it.
+        plan: the plan of the measurement.
+        workers: the processes that share the run.
+        question: the options of the measurement; with others of them it would take less time.
+
+    Returns:
+        A device map for a model that is larger than its device; None for all others.
     """
-    from rope_ext_hf.hub import find_device, loaded_dtype
-    from rope_ext_hf.reading.memory import check_memory
+    from rope_ext_hf.hub import find_device, loaded_dtype, loads_by_layer
+    from rope_ext_hf.reading.memory import check_memory, weight_places
 
     device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
     passes = plan.measurement.passes
     needed = check_memory(
-        empty, max(passes), dtype, device, spread=load.device_map is not None, offload_cache=load.offload_cache
+        empty,
+        max(passes),
+        dtype,
+        device,
+        spread=load.device_map is not None,
+        offload_cache=load.offload_cache,
+        by_layer=plan.measurement.by_layer,
+        fetch=plan.scorer is None and loads_by_layer(name, empty),
     )
+    places = weight_places(empty, needed, dtype, device) if needed.fetched else None
     seconds = _seconds(empty, load, plan, workers)
     if workers.rank != 0:
-        return
+        return places
     if not needed.is_ample(device):
         print_note("needs", str(needed))
     all_passes = sum(plan.passes(empty))
@@ -345,6 +364,7 @@ def _check_memory(
         print_note("without", f"{too_short} {are} too short and left out")
     if most_spans := getattr(question, "max_spans", None):
         print_note("spans", f"at most {most_spans} per length; --max-spans all reads the whole text")
+    return places
 
 
 def _forecast(
@@ -366,8 +386,9 @@ def _forecast(
     device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
     passes = plan.measurement.passes
     longest, offload = max(passes), load.offload_cache
-    memory = estimate_memory(empty, longest, dtype, device=device, offload_cache=offload)
-    memory_on_gpu = estimate_memory(empty, longest, dtype, device=torch.device("cuda"), offload_cache=offload)
+    how = {"offload_cache": offload, "by_layer": plan.measurement.by_layer}
+    memory = estimate_memory(empty, longest, dtype, device=device, **how)
+    memory_on_gpu = estimate_memory(empty, longest, dtype, device=torch.device("cuda"), **how)
     methods = [label(method.to_dict() if method else None) for method in plan.methods] or ["unpatched"]
     lengths = sorted({int(cell[0]) for cell in plan.measurement.contents.counts})
     at = ", ".join(f"{length:,}" for length in lengths)
@@ -451,7 +472,7 @@ def shown_progress(workers: Workers | None = None) -> Progress:
     If several processes share a run, only the first one shows it.
     """
     # torch is imported with the base class, so that the class cannot stand at the top of this module
-    from rope_ext_hf.reading.memory import estimate_whole_memory
+    from rope_ext_hf.reading.memory import estimate_memory, estimate_whole_memory
     from rope_ext_hf.reading.operations import measure_speed
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
@@ -487,6 +508,10 @@ def shown_progress(workers: Workers | None = None) -> Progress:
                     needed = estimate_whole_memory(self.model, max(self.passes), scored)
                     if not needed.is_ample(self.model.device):
                         print_note("needs", f"{needed}, because texts are read whole")
+                elif self.plan.measurement.by_layer and "layer" not in how and self.passes:
+                    needed = estimate_memory(self.model, max(self.passes), offload_cache=self.plan.offload_cache)
+                    if not needed.is_ample(self.model.device):
+                        print_note("needs", f"{needed}, because this model is not read layer by layer")
                 self.bar.left.begin()
 
         def passed(self, method: str, tokens: int) -> None:

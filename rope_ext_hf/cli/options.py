@@ -105,11 +105,12 @@ class LoadOptions(SourceOptions):
     device: str = argument("auto", "auto, cpu, cuda, cuda:1, mps, ...", metavar="DEVICE")
     device_map: str | None = argument(None, "auto: spread a large model over all devices.", metavar="MAP")
 
-    def model(self, model: str) -> PreTrainedModel:
-        """Load the model with its weights."""
+    def model(self, model: str, device_map: dict[str, Any] | None = None) -> PreTrainedModel:
+        """Load the model with its weights; `device_map`: the place of each of its parts, else as the options say."""
         from rope_ext_hf.hub import load_model
 
-        return load_model(model, dtype=self.dtype, device=self.device, device_map=self.device_map, **self.version)
+        places = device_map or self.device_map
+        return load_model(model, dtype=self.dtype, device=self.device, device_map=places, **self.version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,9 @@ class EvalOptions(LoadOptions):
     tokens_per_pass: int | None = argument(
         None, "Tokens that go through the model at a time. Default: as many as memory allows.", least=16, metavar="N"
     )
-    offload_cache: bool = argument(False, "Keep keys and values in main memory instead of on the GPU.")
+    offload_cache: bool = argument(
+        False, "Keep keys and values in main memory instead of on the GPU while prompts are answered."
+    )
 
     @property
     def reading(self) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from rich.table import Table
@@ -22,10 +22,9 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.protocols import PROTOCOLS, Span, check_lengths, resolve_protocol
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import EvalPlan, Setting, prepare, span_passes
+from rope_ext_hf.reading.spans import EvalPlan, Pass, Setting, prepare, span_passes
 from rope_ext_hf.runs.charts import line_chart
 from rope_ext_hf.runs.chosen_methods import resolve_choice
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PerplexityMeasurement", "PerplexityRuns", "Result", "difference"]
 
+T = TypeVar("T")
 _TOLERANCE = 0.05
 """The share by which a perplexity may be above that of short inputs and still count as reading well."""
 
@@ -469,6 +469,7 @@ class PerplexityMeasurement(Measurement):
     """
 
     kind = "perplexity"
+    by_layer = True
 
     def __init__(self, plan: EvalPlan, keys: Sequence[Tensor] | None = None, keys_from: str = "") -> None:
         self.plan, self.keys, self.keys_from = plan, keys, keys_from
@@ -521,61 +522,92 @@ class PerplexityMeasurement(Measurement):
             yield repr([span for span in spans if span.length == cell[0]]).encode()
 
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[DocumentLoss]:
-        """Score one document at some lengths.
+        """Score one document at some lengths, see `measure_items`."""
+        for _, cell, loss, cost in self.measure_items(scorer, [(item, cells)], progress):
+            yield cell, loss, cost
+
+    def measure_items(
+        self, scorer: TokenScorer, missing: Iterable[tuple[int, Sequence[Cell]]], progress: Passed
+    ) -> Iterator[tuple[int, Cell, DocumentLoss, Cost]]:
+        """Score documents at some lengths.
 
         A pass through the model that scores tokens for several lengths is read once. The cost of a length is that of
-        all passes that score tokens for it.
+        all passes that score tokens for it. Passes that the scorer reads together share their time by their tokens.
         """
-        document, spans = self.plan.documents[item]
-        wanted = [span for span in spans if (span.length,) in cells]
-        unread = Counter(span.length for span in wanted)
-        losses: dict[int, DocumentLoss] = {}
-        costs: dict[int, Cost] = {}
-        for one_pass in span_passes(wanted, by_length=scorer.by_length):
-            first = min(span.score_from for span in one_pass.spans)
-            nats = self._losses(scorer, document, one_pass.start, one_pass.stop, first, one_pass.context)
-            progress(one_pass.stop - one_pass.start)
-            cost = scorer.take_cost()
-            recent_nats = self._recent_losses(scorer, document, one_pass.spans, progress)
-            for span in one_pass.spans:
-                span_nats = nats[span.score_from - first : span.score_to - first]
-                loss = self._document_loss(item, span, span_nats, recent_nats.get(span))
-                earlier = losses.get(span.length)
-                losses[span.length] = loss if earlier is None else earlier.plus(loss)
-                unread[span.length] -= 1
-            for length in sorted({span.length for span in one_pass.spans}):
-                costs[length] = costs.get(length, Cost()).plus(cost)
-                if not unread[length]:
-                    yield (length,), losses[length], costs[length]
+        unread = Counter[tuple[int, int]]()  # spans by document and length
+        passes: list[tuple[int, Pass]] = []
+        for item, cells in missing:
+            wanted = [span for span in self.plan.documents[item][1] if (span.length,) in cells]
+            unread.update((item, span.length) for span in wanted)
+            passes += [(item, one_pass) for one_pass in span_passes(wanted, by_length=scorer.by_length)]
+        losses: dict[tuple[int, int], DocumentLoss] = {}
+        costs: dict[tuple[int, int], Cost] = {}
 
-    def _losses(self, scorer: TokenScorer, document: Tokens, start: int, stop: int, first: int, length: int) -> Tensor:
-        """Read a stretch of a document, and return the losses of its tokens from `first` on, (tokens,) float64.
+        def tokens_of(entry: tuple[int, Pass]) -> int:
+            return entry[1].stop - entry[1].start
+
+        def same_length(entry: tuple[int, Pass]) -> int:
+            return entry[1].context if scorer.by_length else 0
+
+        for batch in _grouped(passes, tokens_of, scorer.tokens_together, same_length):
+            scorer.take_cost()  # of what was read before, and belongs to no length
+            firsts = [min(span.score_from for span in one_pass.spans) for _, one_pass in batch]
+            stretches = [
+                (item, one_pass.start, one_pass.stop, first)
+                for (item, one_pass), first in zip(batch, firsts, strict=True)
+            ]
+            nats_of_passes = self._losses(scorer, stretches, batch[0][1].context)
+            cost = scorer.take_cost()
+            recent_nats = self._recent_losses(scorer, batch, progress)
+            for (item, one_pass), first, nats in zip(batch, firsts, nats_of_passes, strict=True):
+                progress(one_pass.stop - one_pass.start)
+                for span in one_pass.spans:
+                    span_nats = nats[span.score_from - first : span.score_to - first]
+                    loss = self._document_loss(item, span, span_nats, recent_nats.get((item, span)))
+                    earlier = losses.get((item, span.length))
+                    losses[item, span.length] = loss if earlier is None else earlier.plus(loss)
+                    unread[item, span.length] -= 1
+                for length in sorted({span.length for span in one_pass.spans}):
+                    entry = item, length
+                    costs[entry] = costs.get(entry, Cost()).plus(cost.share(one_pass.stop - one_pass.start))
+                    if not unread[entry]:
+                        yield item, (length,), losses[entry], costs[entry]
+
+    def _losses(self, scorer: TokenScorer, stretches: Sequence[tuple[int, int, int, int]], length: int) -> list[Tensor]:
+        """Read stretches of documents together, and return the losses of their last tokens, (tokens,) float64 each.
 
         Args:
             scorer: reads the tokens.
-            document: the document.
-            start, stop: the first token of the document that is read, and the one after the last.
-            first: the first token of the document that is scored.
+            stretches: the index of the document; the first token that is read, and the one after the last; and the
+                first token that is scored.
             length: the length at which length-dependent methods are held.
         """
-        ids, shift = self.plan.input_ids(document, start, stop)
-        return scorer.losses(ids, first - shift, length=length).to(torch.float64)
+        texts = []
+        for item, start, stop, first in stretches:
+            ids, shift = self.plan.input_ids(self.plan.documents[item][0], start, stop)
+            texts.append((ids, first - shift))
+        return [losses.to(torch.float64) for losses in scorer.losses_together(texts, length=length)]
 
     def _recent_losses(
-        self, scorer: TokenScorer, document: Tokens, spans: Sequence[Span], progress: Passed
-    ) -> dict[Span, float]:
+        self, scorer: TokenScorer, batch: Sequence[tuple[int, Pass]], progress: Passed
+    ) -> dict[tuple[int, Span], float]:
         """Return for some spans the loss of their targets, in nats, when only the last tokens before them are read.
 
-        The model as loaded alone is measured so, under a protocol that has this reference; see `EvalPlan.recent`.
+        The model as loaded alone is measured so, under a protocol that has this reference; see `EvalPlan.recent`. The
+        result has the index of the document and the span as its keys.
         """
         if not scorer.unpatched:
             return {}
+        spans = [
+            (item, span, recent) for item, one_pass in batch for span, recent in self.plan.recent_spans(one_pass.spans)
+        ]
         losses = {}
-        for span, recent in self.plan.recent_spans(spans):
-            nats = self._losses(scorer, document, recent.start, recent.stop, recent.score_from, recent.context)
-            losses[span] = nats[: recent.score_to - recent.score_from].sum().item()
-            progress(recent.stop - recent.start)
-        scorer.take_cost()  # not a part of the cost of any length
+        for group in _grouped(spans, lambda _: self.plan.recent, scorer.tokens_together):
+            stretches = [(item, recent.start, recent.stop, recent.score_from) for item, _, recent in group]
+            nats_of_group = self._losses(scorer, stretches, self.plan.recent)
+            for (item, span, recent), nats in zip(group, nats_of_group, strict=True):
+                losses[item, span] = nats[: recent.score_to - recent.score_from].sum().item()
+                progress(recent.stop - recent.start)
         return losses
 
     def _document_loss(self, item: int, span: Span, nats: Tensor, recent_nats: float | None) -> DocumentLoss:
@@ -594,6 +626,29 @@ class PerplexityMeasurement(Measurement):
             key_tokens=len(keys),
             recent_nats=recent_nats,
         )
+
+
+def _grouped(
+    entries: Iterable[T], tokens: Callable[[T], int], most: int, alike: Callable[[T], object] = lambda _: None
+) -> Iterator[list[T]]:
+    """Yield neighbours in groups of at most `most` tokens, but of one entry at least.
+
+    Args:
+        entries: the entries.
+        tokens: a function that returns the number of tokens of an entry.
+        most: the number of tokens.
+        alike: a function whose result is equal for all entries of a group.
+    """
+    group: list[T] = []
+    total = 0
+    for entry in entries:
+        if group and (total + tokens(entry) > most or alike(entry) != alike(group[0])):
+            yield group
+            group, total = [], 0
+        group.append(entry)
+        total += tokens(entry)
+    if group:
+        yield group
 
 
 def loss_increase(run: Run[Result], key: str) -> Estimate | None:

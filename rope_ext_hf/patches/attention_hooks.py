@@ -92,11 +92,7 @@ class RemappingHooks(DecoderHooks):
         context = self.end(decoder)
         if context is None or context.token_positions is None:
             return
-        # Rotations are as large as (tokens, head_dim) each; kept between forwards they would add up with every length.
-        for positions in (context.token_positions, *(group.positions for group in context.row_groups)):
-            positions.rotations.clear()
-            positions.query_scales.clear()
-        context.masks.clear()
+        context.forget_rotations()
         if output is not None and context.cache_state is not None:
             self.record(context.cache, output, context.cache_state)
 

@@ -6,8 +6,8 @@ beyond them (which tokens are padding, how long each row is) is in the `ForwardC
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.decoder_arguments import cache_argument, new_tokens, past_length
 from rope_ext_hf.rotary.cache_state import CacheState, RowState
 from rope_ext_hf.rotary.embedding import lengths_over_axes, segment_lengths
-from rope_ext_hf.rotary.forward_state import ForwardState, running
+from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, running
 
 CONTEXT_KWARG = "rope_ext_hf_context"
 """The keyword under which a decoder passes the context on to its attention functions, as it does with all others."""
@@ -114,6 +114,17 @@ class ForwardContext(ForwardState):
             cache=cache,
         )
 
+    def forget_rotations(self) -> None:
+        """Free the rotations and masks that one layer has computed for the next ones.
+
+        Rotations are as large as (tokens, head_dim) each; kept between forwards they would add up with every length.
+        """
+        for positions in (self.token_positions, *(group.positions for group in self.row_groups)):
+            if positions is not None:
+                positions.rotations.clear()
+                positions.query_scales.clear()
+        self.masks.clear()
+
     def close(self) -> None:
         """Undo what this forward has changed in its cache until it ends."""
         if self.undo is not None:
@@ -164,6 +175,23 @@ def _mask_of_modules_around(around: Sequence[GivenMask]) -> tuple[bool, Tensor |
 def current_context() -> ForwardContext | None:
     """Return the context of the innermost forward under way in this thread; None outside of a forward."""
     return next((state for state in running() if isinstance(state, ForwardContext)), None)
+
+
+@contextmanager
+def inside_of(context: ForwardContext | None) -> Iterator[None]:
+    """Run a layer inside the with block as in the forward that a context describes, though it has ended.
+
+    None: the forward has no context, and nothing is done.
+    """
+    if context is None:
+        yield
+        return
+    push(context)
+    try:
+        yield
+    finally:
+        pop(context.owner)
+        context.forget_rotations()
 
 
 def row_lengths(positions: Tensor, padding_mask: Tensor | None, past_length: int) -> Tensor:

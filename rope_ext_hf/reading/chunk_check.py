@@ -1,7 +1,11 @@
-"""Check that a model gives the same logits in chunks as in one ordinary forward, on a few tokens."""
+"""Check that a model gives the same logits in chunks as in one ordinary forward, on a few tokens.
+
+Then it is also found out whether its layers can be read one after the other (`layer_reader`).
+"""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -13,6 +17,7 @@ from rope_ext_hf.patches.attention_hooks import remapped_windows
 from rope_ext_hf.patches.decoder_arguments import cache_parameter
 from rope_ext_hf.reading.chunked_attention import NotReadInChunksError
 from rope_ext_hf.reading.chunked_reader import ChunkedReader
+from rope_ext_hf.reading.layer_reader import LayerReader, NotReadByLayerError
 from rope_ext_hf.reading.whole_reader import whole_logits
 
 CHECKED_TOKENS = 12
@@ -23,7 +28,8 @@ _CHUNK = 5  # puts several tokens onto an empty cache, several onto one that is 
 def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None:
     """Return why a model cannot be read in chunks; None if it can.
 
-    If it can, the settings `finish` and `windows` of the reader are set to those with which the logits were equal.
+    If it can, the settings `finish` and `windows` of the reader are set to those with which the logits were equal, and
+    `layers` if the decoder can be read layer by layer.
 
     Raises:
         UnsupportedModelError: the model does not run on token ids alone, or sees the tokens that it is to predict.
@@ -37,10 +43,11 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
     if reader.decoder is model or reader.head is None:
         return "the model's class does not separate its decoder from its head"
 
-    trial = replace(reader, chunk=_CHUNK, longest=1)
+    trial = replace(reader, chunk=_CHUNK, longest=1, layers=None)
+    layers = _layers(reader)
     try:
         cache = trial.empty_cache(CHECKED_TOKENS - 1)
-        with trial.attention(cache.see):
+        with trial.attention(cache.see), nullcontext() if layers is None else layers.watched():
             hidden = torch.cat([states for _, states in trial.hidden(ids[:-1], cache)])
     except NotReadInChunksError as error:
         return str(error)
@@ -56,11 +63,52 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
         differences.append(_difference(trial.head_losses.logits(hidden), expected))
         if differences[-1] <= tolerance:
             reader.finish, reader.windows = finish, cache.safe_windows()
+            if layers is not None and _equal_by_layer(
+                replace(trial, layers=layers, windows=reader.windows), ids, hidden
+            ):
+                reader.layers = layers
             return None
     return (
         f"in chunks the model's logits are off by {min(differences):.2g} standard deviations, more than the "
         f"{tolerance:.2g} that rounding makes"
     )
+
+
+def _layers(reader: ChunkedReader) -> LayerReader | None:
+    """Return what would read the layers of a decoder one after the other; None: it has no list of layers."""
+    try:
+        return LayerReader(reader.decoder)
+    except NotReadByLayerError:
+        return None
+
+
+def _equal_by_layer(reader: ChunkedReader, ids: Tensor, expected: Tensor) -> bool:
+    """Return whether a decoder gives the same output layer by layer as with all layers on each chunk.
+
+    It does not if it does more between its layers than hand on one tensor, whatever that is: such a class raises an
+    error with the stand-ins of `layer_reader`, or has another output.
+
+    Args:
+        reader: the reader, which has `layers`.
+        ids: the tokens of the check, (tokens,) int64.
+        expected: the output with all layers on each chunk, (tokens - 1, hidden).
+    """
+    assert reader.layers is not None
+    another = ids.flip(0)  # a second text, whose keys take the place of those that a layer might still look for
+    for by_embeddings in sorted({reader.layers.by_embeddings, False}, reverse=True):
+        reader.layers.by_embeddings = by_embeddings  # some classes need ids in any case
+        reader.forget()
+        try:
+            with reader.attention():
+                output = torch.cat(reader.outputs_by_layer([ids[:-1], another])[0])
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception:  # whatever the class does with stand-ins
+            continue
+        # The order changes no number; but some kernels of GPUs add in another order at each call.
+        if _difference(output.float(), expected.float()) <= _bounds(reader.model.dtype)[0]:
+            return True
+    return False
 
 
 def _ordinary_logits(reader: ChunkedReader, ids: Tensor) -> Tensor:

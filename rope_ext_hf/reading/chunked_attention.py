@@ -7,10 +7,10 @@ its mask and its attention's keywords. A mask that is more than causality with a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -57,15 +57,12 @@ class _MaskRule:
             4); None: they see all.
         past: the number of tokens before the queries.
         keys: the number of keys that the layer's cache returns, those of the queries included.
-        placed: the positions of queries and keys, by their device and numbers; the first layer that needs them computes
-            them for all layers.
     """
 
     window: int | None
     chunk: int | None
     past: int
     keys: int
-    placed: dict[Hashable, TokenPositions] = field(default_factory=dict, compare=False)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _MaskReadError(f"the model's decoder works with its attention mask itself (.{name})")
@@ -151,7 +148,7 @@ def _chunked_attention(
             stop = min(begin + rule.chunk, end)
         queries = query[:, :, start - first_query : stop - first_query]
         here = slice(begin - first_key, stop - first_key)
-        placed = _positions(rule, query, stop - start, stop - begin)
+        placed = _positions(query, stop - start, stop - begin)
         attention = LocalAttention(rule.window)
         out, _ = attend_from_kwargs(
             attention, None, placed, queries, key[:, :, here], value[:, :, here], None, **keywords
@@ -161,13 +158,11 @@ def _chunked_attention(
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], None
 
 
-def _positions(rule: _MaskRule, query: Tensor, queries: int, keys: int) -> TokenPositions:
+def _positions(query: Tensor, queries: int, keys: int) -> TokenPositions:
     """Return the positions of the last `queries` of `keys` tokens, and of all keys, counted from the first key."""
-    entry = (query.device, len(query), queries, keys)
-    if entry not in rule.placed:
-        positions = torch.arange(keys, device=query.device)[None]  # attention depends on their distances alone
-        rule.placed[entry] = TokenPositions(positions[:, -queries:], positions, (0,) * len(query), None)
-    return rule.placed[entry]
+    # Not kept for the next layer: read layer by layer, each chunk would keep positions as long as all before it.
+    positions = torch.arange(keys, device=query.device)[None]  # attention depends on their distances alone
+    return TokenPositions(positions[:, -queries:], positions, (0,) * len(query), None)
 
 
 def reading_in_chunks(

@@ -10,9 +10,10 @@ not depend on the length.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,6 +23,8 @@ from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
 from rope_ext_hf.patches.decoder_arguments import cache_parameter
 from rope_ext_hf.reading.chunked_attention import reading_in_chunks
 from rope_ext_hf.reading.head_losses import HeadLosses
+from rope_ext_hf.reading.layer_reader import LayerReader
+from rope_ext_hf.reading.offloaded_weights import loaded_once
 from rope_ext_hf.reading.span_cache import SpanCache
 
 if TYPE_CHECKING:
@@ -42,9 +45,12 @@ class ChunkedReader:
         chunk: the number of tokens that the decoder reads at a time.
         head_bytes: memory for logits, in bytes.
         offload_cache: whether keys and values wait in main memory, and those of one layer at a time are on the device.
+            It is for answers to prompts: losses are read layer by layer, if the decoder can be read so.
         longest: the number of tokens in the longest span (text read at once) to come, for which the cache is allocated
             at once.
         finish: whether to scale or cap the logits as the config says.
+        layers: what reads the layers of the decoder one after the other; None: the decoder cannot be read so, or was
+            not checked.
         windows: the sliding windows of layers that keep only the keys in their window, by the index of the layer.
         stored: a function that keys and values go through before they are cached, to round them for example; None: they
             are cached as they are.
@@ -60,6 +66,7 @@ class ChunkedReader:
     offload_cache: bool = False
     longest: int = 1
     finish: bool = True
+    layers: LayerReader | None = None
     windows: Mapping[int, int] = field(default_factory=dict)
     stored: Callable[[Tensor], Tensor] | None = None
     cache: SpanCache | None = None
@@ -97,13 +104,19 @@ class ChunkedReader:
         """Free the cache."""
         self.cache = self.prefix = None
 
-    def empty_cache(self, tokens: int) -> SpanCache:
-        """Return the emptied cache, with room for this number of tokens."""
-        if self.cache is None or self.cache.capacity < tokens:
+    def empty_cache(self, tokens: int, *, by_layer: bool = False) -> SpanCache:
+        """Return the emptied cache, with room for this number of tokens.
+
+        `by_layer`: whether its layers share the memory of one, because texts are read layer by layer.
+        """
+        if self.cache is None or self.cache.capacity < tokens or self.cache.by_layer != by_layer:
             self.forget()  # before the new one is allocated
             # Allocated once for the longest span: growing would hold the old and the new keys at the same time.
             capacity = max(tokens, self.longest)
-            self.cache = SpanCache(self.decoder.config, capacity, offload=self.offload_cache, windows=self.windows)
+            offload = self.offload_cache and not by_layer
+            self.cache = SpanCache(
+                self.decoder.config, capacity, offload=offload, by_layer=by_layer, windows=self.windows
+            )
         self.cache.restore(self.cache.empty)
         self.cache.stored = self.stored
         return self.cache
@@ -136,36 +149,87 @@ class ChunkedReader:
         Yields:
             For each chunk the position of its first token, and the decoder's output, (tokens, hidden).
         """
-        arguments: dict[str, Any] = {cache_parameter(self.decoder): cache}
         for piece in torch.split(ids, self.chunk) if len(ids) else ():
-            # The attention of remapping methods would compare positions with those in the cache, which waits for the
-            # device; it derives them from the cache where none are given.
-            positions = None
-            if not self._has_remapping_attention:
-                positions = torch.arange(start, start + len(piece), device=ids.device)[None]
-            out = self.decoder(input_ids=piece[None], position_ids=positions, use_cache=True, **arguments)
-            yield start, out.last_hidden_state[0]
+            yield start, self._decode(cache, start, input_ids=piece[None])
             start += len(piece)
+
+    def _decode(self, cache: SpanCache, start: int, **tokens: Tensor) -> Tensor:
+        """Return the decoder's output for a chunk of tokens, (tokens, hidden).
+
+        Args:
+            cache: the cache, which holds the `start` tokens before these.
+            start: the position of the first token.
+            tokens: input_ids=(1, tokens) int64, or inputs_embeds=(1, tokens, hidden).
+        """
+        [new_tokens] = tokens.values()
+        # The attention of remapping methods would compare positions with those in the cache, which waits for the
+        # device; it derives them from the cache where none are given.
+        positions = None
+        if not self._has_remapping_attention:
+            positions = torch.arange(start, start + new_tokens.shape[1], device=new_tokens.device)[None]
+        arguments: dict[str, Any] = {cache_parameter(self.decoder): cache, "position_ids": positions, "use_cache": True}
+        out: Tensor = self.decoder(**tokens, **arguments).last_hidden_state[0]
+        return out
 
     def _read(self, ids: Tensor, cache: SpanCache, start: int = 0) -> None:
         """Read tokens only to add their keys and values to a cache that holds `start` tokens."""
         for _ in self.hidden(ids, cache, start):
             pass
 
-    def losses(self, ids: Tensor, first: int) -> Iterator[Tensor]:
-        """Yield the negative log-likelihoods of tokens, chunk by chunk, each a tensor (tokens,).
+    def losses(self, texts: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+        """Return the negative log-likelihoods of the tokens of texts, each a tensor (tokens,).
+
+        They are read layer by layer if the decoder can be read so. Offloaded weights then come to their device once for
+        all texts.
 
         Args:
-            ids: the text, (tokens,) int64.
-            first: the position of the first token that is scored.
+            texts: each text, (tokens,) int64, and the position of its first token that is scored.
         """
         head = self.head_losses
-        cache = self.empty_cache(len(ids) - 1)
-        for start, hidden in self.hidden(ids[:-1], cache):
+
+        def losses_of_chunk(number: int, start: int, hidden: Tensor) -> Tensor:
+            ids, first = texts[number]
             # the output at position p predicts the token at p + 1
             begin, end = max(start, first - 1), start + hidden.shape[0]
-            if begin < end:
-                yield head.losses(hidden[begin - start :], ids[begin + 1 : end + 1].to(hidden.device))
+            return head.losses(hidden[begin - start :], ids[begin + 1 : end + 1].to(hidden.device))
+
+        spans = [ids[:-1] for ids, _ in texts]
+        if self.layers is not None:
+            parts = self.outputs_by_layer(spans, losses_of_chunk, [first - 1 for _, first in texts])
+            return [torch.cat(parts_of_text) for parts_of_text in parts]
+        losses = []
+        for number, (span, (_, first)) in enumerate(zip(spans, texts, strict=True)):
+            chunks = self.hidden(span, self.empty_cache(len(span)))
+            scored = [losses_of_chunk(number, start, x) for start, x in chunks if start + len(x) >= first]
+            losses.append(torch.cat(scored))
+        return losses
+
+    def outputs_by_layer(
+        self,
+        texts: Sequence[Tensor],
+        use: Callable[[int, int, Tensor], Tensor] = lambda number, start, hidden: hidden,
+        first: Sequence[int] | None = None,
+    ) -> list[list[Tensor]]:
+        """Read texts layer by layer, and return the results of `use` for the chunks of each text, in order.
+
+        Args:
+            texts: the texts, (tokens,) int64 each.
+            use: a function of the number of a text, the position of the first token of a chunk, and the decoder's
+                output for the chunk, (tokens, hidden); default: the result is the output.
+            first: for each text the position of the first token whose chunk is used; default: all are.
+        """
+        layers = self.layers
+        assert layers is not None
+        cache = self.empty_cache(max(map(len, texts)), by_layer=True)
+        decode = partial(self._decode, cache)
+        read = layers.read(decode, texts, cache, self.chunk)
+        results = []
+        with loaded_once([*layers.outside, *self.head.modules()]):
+            for number in range(len(texts)):
+                text = read.pop(0)  # its hidden states are freed when its losses are known
+                begin = 0 if first is None else first[number]
+                results.append(layers.finish(decode, text, cache, partial(use, number), first=begin))
+        return results
 
     def last_logits(self, ids: Tensor, count: int) -> Tensor:
         """Return the logits after each of the last `count` tokens of a text, (count, vocabulary) float32.

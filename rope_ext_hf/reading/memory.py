@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -17,6 +17,7 @@ import torch
 
 from rope_ext_hf.errors import CheckpointError, MethodError, size_text
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
+from rope_ext_hf.reading.layer_placement import LayerWeights, layer_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,6 +84,21 @@ def cached_bytes(config: Any, tokens: int, *, width: int = 2, gpus: int = 1, ahe
     return total
 
 
+def _one_layer_bytes(config: Any, tokens: int, *, width: int = 2) -> int:
+    """Return the most bytes that the keys, values and states of any one layer take; see `cached_bytes`."""
+    layers = cached_layers(config)
+    return max((cached_bytes(config, tokens, width=width, layers=[layer]) for layer in layers), default=0)
+
+
+def waiting_bytes(config: Any, tokens: int, width: int = 2) -> int:
+    """Return the bytes of what waits between two layers, if texts are read layer by layer.
+
+    These are a hidden state, and a vector for cos and one for sin, for each token.
+    """
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return (int(config.hidden_size) + 2 * head_dim) * tokens * width
+
+
 def cached_layers(config: Any) -> list[_LayerMemory]:
     """Return the memory that each layer takes in the cache.
 
@@ -146,6 +162,8 @@ class MemoryEstimate:
         offloaded: the keys and values of one span in main memory.
         logits: logits.
         training: gradients and the state of the optimizer.
+        waiting: the hidden states of one span between two layers, if it is read layer by layer.
+        fetched: weights that wait in main memory or on disk, and come to the device a layer at a time.
     """
 
     weights: int
@@ -154,11 +172,13 @@ class MemoryEstimate:
     offloaded: int = 0
     logits: int = 0
     training: int = 0
+    waiting: int = 0
+    fetched: int = 0
 
     @property
     def total(self) -> int:
         """The memory that is needed on the device."""
-        return self.weights + self.cache + self.working + self.logits + self.training
+        return self.weights + self.cache + self.waiting + self.working + self.logits + self.training
 
     def is_ample(self, device: torch.device) -> bool:
         """Return whether much more memory is free than is needed, on the device and in main memory.
@@ -172,12 +192,17 @@ class MemoryEstimate:
             "weights": self.weights,
             "gradients and optimizer": self.training,
             "keys and values": self.cache,
+            "hidden states": self.waiting,
             "activations": self.working,
             "logits": self.logits,
         }
         listed = ", ".join(f"{size_text(size)} {name}" for name, size in parts.items() if size)
         text = f"{size_text(self.total)}: {listed}"
-        return f"{text}; and {size_text(self.offloaded)} of main memory" if self.offloaded else text
+        if self.offloaded:
+            text += f"; and {size_text(self.offloaded)} of main memory"
+        if self.fetched:
+            text += f"; and {size_text(self.fetched)} of weights in main memory or on disk, read a layer at a time"
+        return text
 
 
 def available(device: torch.device) -> int:
@@ -212,6 +237,7 @@ def estimate_memory(
     *,
     device: torch.device | None = None,
     offload_cache: bool = False,
+    by_layer: bool = False,
 ) -> MemoryEstimate:
     """Estimate the memory that reading spans of text (stretches read at once) takes.
 
@@ -221,12 +247,16 @@ def estimate_memory(
         dtype: the dtype of weights and cache; default: the model's.
         device: the device that reads; default: the CPU.
         offload_cache: whether keys and values wait in main memory, and those of one layer at a time are on the device.
+        by_layer: whether the spans are read layer by layer, if no layer shares the keys of another.
     """
     width = torch.finfo(dtype or model.dtype).bits // 8
     config: Any = model.config.get_text_config()
     cache = cached_bytes(config, longest, width=width)
     working, logits = budgets(device or _CPU)
     weights = model.num_parameters() * width
+    if by_layer and not getattr(config, "num_kv_shared_layers", None):
+        cache, waiting = _one_layer_bytes(config, longest, width=width), waiting_bytes(config, longest, width)
+        return MemoryEstimate(weights, cache, working, logits=logits, waiting=waiting)
     if not offload_cache:
         return MemoryEstimate(weights, cache, working, logits=logits)
     # Only layers without a window are offloaded, and the keys and values of one of them at a time are on the device.
@@ -260,11 +290,15 @@ def check_memory(
     *,
     spread: bool = False,
     offload_cache: bool = False,
+    by_layer: bool = False,
+    fetch: bool = False,
 ) -> MemoryEstimate:
     """Return the estimated memory for reading spans of text; raise an error if less is free.
 
     Args:
-        model, longest, dtype, device, offload_cache: as in `estimate_memory`.
+        model, longest, dtype, device, offload_cache, by_layer: as in `estimate_memory`.
+        fetch: whether weights that the device has no room for may come to it a layer at a time, if the spans are read
+            layer by layer; then the result has `fetched`.
         spread: whether the weights are spread over all GPUs and main memory, so that the free memory is that of all of
             them.
 
@@ -274,27 +308,42 @@ def check_memory(
     """
     if offload_cache and device.type == "cpu" and not spread:
         raise MethodError("on a CPU keys and values are in main memory anyway; leave out --offload-cache")
-    needed = estimate_memory(model, longest, dtype, device=device, offload_cache=offload_cache)
+    needed = estimate_memory(model, longest, dtype, device=device, offload_cache=offload_cache, by_layer=by_layer)
     main = available(_CPU)
     everywhere = main + sum(available(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
     free = everywhere if spread else available(device)
     if needed.total <= free and needed.offloaded <= main:
         return needed
+    if fetch and needed.waiting and not spread:
+        weights = LayerWeights.of(model)
+        least = weights.least * needed.weights // (weights.outside + sum(weights.layers))
+        partly = replace(needed, weights=least, fetched=needed.weights - least)
+        if partly.total <= free:
+            return partly
 
     offers = []
     if not spread and device.type == "cuda" and needed.total <= everywhere:
         offers.append("--device-map auto (over all GPUs and main memory)")
-    if not offload_cache and device.type == "cuda":
+    if not (offload_cache or needed.waiting) and device.type == "cuda":
         offloaded = estimate_memory(model, longest, dtype, device=device, offload_cache=True)
         if offloaded.total <= free and offloaded.offloaded <= main:
             offers.append("--offload-cache (keys and values in main memory)")
     if dtype == torch.float32:
         offers.append("--dtype bfloat16 (half of it)")
-    room = free - (needed.total - needed.cache)
-    fitting = room * longest // max(1, needed.cache) // 256 * 256
+    by_length = needed.cache + needed.waiting
+    room = free - (needed.total - by_length)
+    fitting = room * longest // max(1, by_length) // 256 * 256
     if fitting > 0:
         offers.append(f"shorter lengths: up to {min(fitting, longest):,} tokens fit")
     raise CheckpointError(
         f"spans of {longest:,} tokens need {needed}; {'all devices have' if spread else f'{device} has'} "
         f"{size_text(free)} free. Instead: {'; '.join(offers) or 'a machine with more memory'}"
     )
+
+
+def weight_places(
+    model: PreTrainedModel, needed: MemoryEstimate, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """Return a device map for a model that is larger than its device; `needed` is the result of `check_memory`."""
+    room = available(device) - (needed.total - needed.weights)
+    return layer_map(model, room, available(_CPU) // 2, torch.finfo(dtype).bits // 8, device)

@@ -11,7 +11,7 @@ forward (`chunk_check`); else every span is read whole (`whole_reader`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,13 +28,16 @@ from rope_ext_hf.patches.slots import Slot, patched_slots, tables_of
 from rope_ext_hf.reading.chunk_check import CHECKED_TOKENS, why_not_in_chunks
 from rope_ext_hf.reading.chunked_reader import ChunkedReader
 from rope_ext_hf.reading.head_losses import negative_log_likelihoods_, power_of_two
-from rope_ext_hf.reading.memory import budgets, widest_activation
+from rope_ext_hf.reading.memory import available, budgets, waiting_bytes, widest_activation
+from rope_ext_hf.reading.offloaded_weights import device_of_ids, is_offloaded
 from rope_ext_hf.reading.whole_reader import whole_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["Cost", "TokenScorer", "check_numbers"]
+
+_SHARE_OF_TEXTS = 4  # texts that are read together get a quarter of the free memory, because a layer's weights come too
 
 
 class Cost(NamedTuple):
@@ -47,6 +50,10 @@ class Cost(NamedTuple):
     def plus(self, other: Cost) -> Cost:
         """Return the cost of two measurements, one after the other."""
         return Cost(self.tokens + other.tokens, self.seconds + other.seconds, max(self.peak, other.peak))
+
+    def share(self, tokens: int) -> Cost:
+        """Return the part of the cost that belongs to some of its tokens."""
+        return Cost(tokens, self.seconds * tokens / self.tokens, self.peak)
 
 
 def check_numbers(values: Tensor, tokens: int) -> None:
@@ -74,6 +81,7 @@ class TokenScorer:
         chunk: the number of tokens that the decoder reads at a time; default: by the free memory, see `memory.budgets`.
         head_bytes: memory for logits, in bytes; default: likewise.
         offload_cache: whether keys and values wait in main memory, and those of one layer at a time are on the device.
+            Losses that are read layer by layer need the keys and values of one layer in any case.
         longest: the number of tokens in the longest span (text read at once) to come, for which the cache is allocated
             at once. A cache that grows from span to span would pin memory anew each time, and pinned memory is not
             given back.
@@ -124,10 +132,8 @@ class TokenScorer:
 
     @property
     def _device(self) -> torch.device:
-        """The device of the token embeddings, where token ids have to be."""
-        embeddings: Any = self.model.get_input_embeddings()
-        device: torch.device = next(embeddings.parameters()).device
-        return device
+        """The device on which the embeddings of tokens are computed, where token ids have to be."""
+        return device_of_ids(self.model)
 
     # --- settings
 
@@ -165,9 +171,32 @@ class TokenScorer:
 
     @property
     def reading(self) -> str:
-        """The way in which the model is read now: "in chunks of 512 tokens", or "whole: " and the reason."""
+        """The way in which the model is read now: "in chunks of 512 tokens", or "whole: " and the reason.
+
+        "in chunks of 512 tokens, layer by layer": losses are computed with the keys and values of one layer at a time.
+        """
         because = self._why_whole()
-        return f"in chunks of {self.chunk:,} tokens" if because is None else f"whole: {because}"
+        if because is not None:
+            return f"whole: {because}"
+        return f"in chunks of {self.chunk:,} tokens{', layer by layer' if self.by_layer else ''}"
+
+    @property
+    def by_layer(self) -> bool:
+        """True if losses are computed layer by layer, so that keys and values of one layer are held at a time."""
+        return self.chunked and self.reader.layers is not None
+
+    @property
+    def tokens_together(self) -> int:
+        """The number of tokens in texts that `losses_together` had better be given at once.
+
+        It is 0, so that texts are given one at a time, unless weights are offloaded. Then it is as many as a part of
+        the free memory holds between two layers.
+        """
+        if not (self.by_layer and is_offloaded(self.reader.decoder)):
+            return 0
+        config = self.model.config.get_text_config()
+        per_token = waiting_bytes(config, 1, torch.finfo(self.model.dtype).bits // 8)
+        return available(self._device) // (_SHARE_OF_TEXTS * per_token)
 
     @property
     def by_length(self) -> bool:
@@ -220,11 +249,29 @@ class TokenScorer:
         Returns:
             (tokens - first,) float32 on the CPU, in nats.
         """
-        ids = ids.to(self._device)
-        with self._timed(len(ids)), self._held_length(length or len(ids)):
-            if not self.chunked:
-                return negative_log_likelihoods_([self._whole_logits(ids, len(ids) - first)], ids[first:]).cpu()
-            return self.reader.fit(lambda: torch.cat(list(self.reader.losses(ids, first))).cpu())
+        return self.losses_together([(ids, first)], length=length)[0]
+
+    @torch.inference_mode()
+    def losses_together(self, texts: Sequence[tuple[Tensor, int]], *, length: int | None = None) -> list[Tensor]:
+        """Return the losses of several texts, each as `losses` returns them.
+
+        If the model is read layer by layer, its texts go through each layer one after the other, and offloaded weights
+        come to the device once for all of them.
+
+        Args:
+            texts: each text, (tokens,) int64, and the position of its first token that is scored.
+            length: the length at which length-dependent methods are held; default: the length of the longest text.
+        """
+        texts = [(ids.to(self._device), first) for ids, first in texts]
+        lengths = [len(ids) for ids, _ in texts]
+        with self._timed(sum(lengths)), self._held_length(length or max(lengths)):
+            if self.chunked:
+                return self.reader.fit(lambda: [losses.cpu() for losses in self.reader.losses(texts)])
+            logits = ([self._whole_logits(ids, len(ids) - first)] for ids, first in texts)
+            return [
+                negative_log_likelihoods_(parts, ids[first:]).cpu()
+                for parts, (ids, first) in zip(logits, texts, strict=True)
+            ]
 
     @torch.inference_mode()
     def candidates(

@@ -21,6 +21,40 @@ _HYBRID = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWin
 _STATE = ("LinearAttentionLayer", "DummyLayer")  # a state of fixed size alone, or nothing
 
 
+class _KeyMemory:
+    """Memory for the keys and values of one layer of a decoder at a time, which all layers of a cache share.
+
+    A layer of a decoder may have several attention modules, each with a layer of the cache.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, str, torch.device], Tensor] = {}
+        self._taken = 0  # layers of the cache that have memory now
+
+    def free(self) -> None:
+        """Take the memory back from all layers of the cache."""
+        self._taken = 0
+
+    def take(self, key_states: Tensor, value_states: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        """Return memory for the keys and values of one more layer, each (rows, kv_heads, capacity, head_dim).
+
+        Args:
+            key_states, value_states: those of some tokens, which give the other sizes, the dtypes and the device.
+            capacity: the number of tokens.
+        """
+        self._taken += 1
+        return self._room("keys", key_states, capacity), self._room("values", value_states, capacity)
+
+    def _room(self, name: str, states: Tensor, capacity: int) -> Tensor:
+        rows, heads, _, dim = states.shape
+        size = rows * heads * capacity * dim * states.element_size()
+        entry = self._taken, name, states.device
+        if entry not in self._held or len(self._held[entry]) < size:
+            self._held.pop(entry, None)  # before the new one is allocated
+            self._held[entry] = torch.empty(size, dtype=torch.uint8, device=states.device)
+        return self._held[entry][:size].view(states.dtype).view(rows, heads, capacity, dim)
+
+
 class _Preallocated:
     """Keys and values of one layer in memory that is allocated once; `update` returns views of the filled part.
 
@@ -30,6 +64,7 @@ class _Preallocated:
         keys, values: (rows, kv_heads, capacity, head_dim); None before the first update.
         capacity: the number of tokens that they have room for.
         offload: whether they are in main memory; `update` then returns copies on the device.
+        shared: the memory that they are in; None: it is their own.
         filled: the number of tokens that they hold.
     """
 
@@ -37,6 +72,7 @@ class _Preallocated:
     values: Tensor | None
     capacity: int
     offload: bool
+    shared: _KeyMemory | None
     filled: int
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -45,7 +81,10 @@ class _Preallocated:
         Each tensor is (rows, kv_heads, tokens, head_dim).
         """
         if self.keys is None or self.values is None:
-            self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
+            if self.shared is not None:
+                self.keys, self.values = self.shared.take(key_states, value_states, self.capacity)
+            else:
+                self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
         stop = self.filled + key_states.shape[-2]
         for memory, states in ((self.keys, key_states), (self.values, value_states)):
             if self.offload:  # in the order of `memory`, so that both sides of the copy are one run of bytes
@@ -110,10 +149,14 @@ class StoringCache(DynamicCache):  # type: ignore[misc]
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def _span_layer(capacity: int, offload: bool, stock: Any = None) -> Any:
+def _span_layer(capacity: int, offload: bool, shared: _KeyMemory | None, stock: Any = None) -> Any:
     """Return a layer with preallocated keys and values that replaces a layer of transformers' caches.
 
-    `stock`: the layer to replace; default: one that keeps all tokens.
+    Args:
+        capacity: the number of tokens that it has room for.
+        offload: whether its keys and values are in main memory.
+        shared: the memory for its keys and values; None: one of its own.
+        stock: the layer to replace; default: one that keeps all tokens.
     """
     stock = DynamicLayer() if stock is None else stock
     kind = type(stock)
@@ -127,7 +170,7 @@ def _span_layer(capacity: int, offload: bool, stock: Any = None) -> Any:
     layer_class = _preallocated(cache_utils.LinearAttentionAndFullAttentionLayer if hybrid else DynamicLayer)
     layer = layer_class.__new__(layer_class)
     layer.__dict__ |= vars(stock if hybrid else DynamicLayer())
-    layer.__dict__ |= {"capacity": capacity, "offload": offload, "filled": 0}
+    layer.__dict__ |= {"capacity": capacity, "offload": offload, "shared": shared, "filled": 0}
     return layer
 
 
@@ -138,6 +181,8 @@ class SpanCache(StoringCache):
         config: the config of the decoder.
         capacity: the number of tokens that it has room for.
         offload: whether keys and values wait in main memory, and those of one layer at a time are on its device.
+        by_layer: whether texts are read layer by layer (`layer_reader`), so that all layers share the memory of one
+            layer's keys and values.
         windows: the sliding windows of layers that keep only the keys in their window, by the index of the layer. All
             other layers keep the keys of all tokens, whatever the config says of them, see `safe_windows`.
 
@@ -148,24 +193,31 @@ class SpanCache(StoringCache):
     """
 
     def __init__(
-        self, config: Any, capacity: int, *, offload: bool = False, windows: Mapping[int, int] | None = None
+        self,
+        config: Any,
+        capacity: int,
+        *,
+        offload: bool = False,
+        by_layer: bool = False,
+        windows: Mapping[int, int] | None = None,
     ) -> None:
         try:
             super().__init__(config=config)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise NotReadInChunksError(f"transformers makes no cache from the model's config ({error})") from error
-        self.capacity, self.offload = capacity, offload
+        self.capacity, self.offload, self.by_layer = capacity, offload, by_layer
+        self.shared = shared = _KeyMemory() if by_layer else None
         stocks: list[Any] = vars(self)["layers"]
         self.stated = {
             index: stock.sliding_window for index, stock in enumerate(stocks) if type(stock).__name__ == _SLIDING
         }
         self.layers: list[Any] = [
-            stock if windows and index in windows else _span_layer(capacity, offload, stock)
+            stock if windows and index in windows else _span_layer(capacity, offload, shared, stock)
             for index, stock in enumerate(stocks)
         ]
         # For decoders with more layers of attention than their config says. The function must not refer to this cache:
         # a cycle would keep gigabytes of keys until Python's collector runs, which counts objects and not bytes.
-        self.layer_class_to_replicate: Callable[[], Any] = partial(_span_layer, capacity, offload)
+        self.layer_class_to_replicate: Callable[[], Any] = partial(_span_layer, capacity, offload, shared)
         self.seen: dict[int, set[int | None]] = {}
         self.empty = self.state()
 
@@ -186,6 +238,16 @@ class SpanCache(StoringCache):
         narrow = {index: reaches for index, reaches in self.seen.items() if reaches != {None}}
         return self.stated if narrow == {index: {window} for index, window in self.stated.items()} else {}
 
+    def place(self, tokens: int) -> None:
+        """Make every layer report that it holds this number of tokens, so that a decoder makes masks for the next ones.
+
+        The layers are to be restored before they are updated.
+        """
+        for layer in self.layers:
+            for name in ("filled", "cumulative_length"):  # of preallocated layers, of transformers' with a window
+                if name in vars(layer):
+                    setattr(layer, name, tokens)
+
     def state(self) -> list[dict[str, Any]]:
         """Return the state of the cache, which `restore` takes.
 
@@ -194,7 +256,9 @@ class SpanCache(StoringCache):
         """
         states = []
         for layer in self.layers:
-            kept = (_CONSTANT, "keys", "values") if isinstance(layer, _Preallocated) else (_CONSTANT,)
+            # Layers with a shared memory let go of it, because a larger layer may have it allocated anew.
+            own_memory = isinstance(layer, _Preallocated) and layer.shared is None
+            kept = (_CONSTANT, "keys", "values") if own_memory else (_CONSTANT,)
             changing = {name: value for name, value in vars(layer).items() if name not in kept}
             states.append(tree_map_only(Tensor, Tensor.clone, changing))
         return states
@@ -208,6 +272,8 @@ class SpanCache(StoringCache):
         for layer, saved in zip(self.layers, state, strict=True):
             # copied, because transformers updates states in place
             layer.__dict__ |= tree_map_only(Tensor, Tensor.clone, saved)
+        if self.shared is not None:
+            self.shared.free()
 
 
 _CONSTANT = "_sliding_window_tensor"

@@ -168,7 +168,7 @@ def _shares(total: int, count: int) -> tuple[int, ...]:
     return tuple(round(total * (i + 1) / count) for i in range(count))
 
 
-class _Pass(NamedTuple):
+class Pass(NamedTuple):
     """A stretch of a document that is read in one pass through a model, and the spans that it scores.
 
     Attributes:
@@ -183,7 +183,7 @@ class _Pass(NamedTuple):
     spans: tuple[Span, ...]
 
 
-def span_passes(spans: Iterable[Span], *, by_length: bool) -> list[_Pass]:
+def span_passes(spans: Iterable[Span], *, by_length: bool) -> list[Pass]:
     """Return the passes in which spans of one document are read, in the order of the spans.
 
     Spans that read the same tokens at the same length share a pass. Where the method does not follow the length of the
@@ -201,7 +201,7 @@ def span_passes(spans: Iterable[Span], *, by_length: bool) -> list[_Pass]:
     passes = []
     for group in shared.values():
         longest = max(group, key=attrgetter("stop"))
-        passes.append(_Pass(longest.start, longest.stop, longest.context, tuple(group)))
+        passes.append(Pass(longest.start, longest.stop, longest.context, tuple(group)))
     return passes
 
 

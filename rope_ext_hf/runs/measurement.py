@@ -86,6 +86,7 @@ class Measurement(ABC):
         scored: the number of tokens that go through the model's head, with one method.
         short_passes: the number of passes over a few tokens, such as an answer, that follow each pass and continue from
             its cache; for estimates of the time.
+        by_layer: whether it takes losses alone (`TokenScorer.losses`), so that a model may be read layer by layer.
         all_cells: the cells of every item, if all items have the same. A cell is a context length, alone or with a
             depth, a distance or a task.
     """
@@ -96,6 +97,7 @@ class Measurement(ABC):
     passes: Sequence[int]
     scored: int
     short_passes: int = 0
+    by_layer: ClassVar[bool] = False
     all_cells: Sequence[Cell]
 
     def passes_under(self, method: RopeMethod | None, rotary: Rotary) -> Sequence[int]:
@@ -129,6 +131,25 @@ class Measurement(ABC):
         Yields:
             (cell, value, cost), as soon as a cell is complete.
         """
+
+    def measure_items(
+        self, scorer: TokenScorer, missing: Iterable[tuple[int, Sequence[Cell]]], progress: Passed
+    ) -> Iterator[tuple[int, Cell, Any, Cost]]:
+        """Score several items, by default one after the other.
+
+        A measurement that gives the scorer the text of several items at once overrides it.
+
+        Args:
+            scorer, progress: as in `measure`.
+            missing: the index of each item, and the cells to score for it.
+
+        Yields:
+            (index of the item, cell, value, cost), as soon as a cell is complete.
+        """
+        for item, cells in missing:
+            scorer.take_cost()  # so that the cost of earlier passes does not count for this item
+            for cell, value, cost in self.measure(scorer, item, cells, progress):
+                yield item, cell, value, cost
 
     @abstractmethod
     def digested(self, cell: Cell) -> Iterable[bytes]:

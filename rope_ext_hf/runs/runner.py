@@ -194,12 +194,10 @@ class _Job:
         for key, (method, saved) in self.methods.items():
             report = partial(progress.passed, label(saved))
             with self._applied(method):
-                for item in items:
-                    missing = [cell for cell in measurement.cells(item) if (key, item, cell) not in done]
-                    if missing:
-                        scorer.take_cost()  # so that the cost of earlier passes does not count for this item
-                        for cell, value, cost in measurement.measure(scorer, item, missing, report):
-                            write(journal.Record(saved, item, cell, value, cost))
+                cells = {item: [c for c in measurement.cells(item) if (key, item, c) not in done] for item in items}
+                missing = [(item, left) for item, left in cells.items() if left]
+                for item, cell, value, cost in measurement.measure_items(scorer, missing, report):
+                    write(journal.Record(saved, item, cell, value, cost))
 
     def _applied(self, method: RopeMethod | None) -> AbstractContextManager[Any]:
         """Patch the model with a method inside the `with` block, unless the model already has it in the same place."""

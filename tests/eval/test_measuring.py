@@ -141,9 +141,12 @@ def test_bfloat16_in_chunks_is_near_one_shot() -> None:
 
 def test_offloaded_keys_and_values_change_nothing() -> None:
     model = build("llama")
-    ids = tokens("a", 150, 1).ids
+    prompt, answers = tokens("a", 150, 1).ids, tokens("b", 6, 2).ids.reshape(2, 3)
     scorer = TokenScorer(model, chunk=37, offload_cache=True)
-    torch.testing.assert_close(scorer.losses(ids, 5), TokenScorer(model, chunk=37).losses(ids, 5), atol=0, rtol=0)
+    losses, likeliest = scorer.candidates(prompt, answers)
+    expected_losses, expected_likeliest = TokenScorer(model, chunk=37).candidates(prompt, answers)
+    assert torch.equal(losses, expected_losses)
+    assert torch.equal(likeliest, expected_likeliest)
     assert scorer.chunked
     assert scorer.reader.cache is not None
     assert all(layer.offload and layer.keys.device.type == "cpu" for layer in scorer.reader.cache.layers)
@@ -230,7 +233,7 @@ def test_a_model_whose_own_scaling_follows_the_input_is_read_in_chunks_as_under_
     model = build(name, **FOLLOWING[name])
     document = tokens("a", 256, 6)
     scorer = TokenScorer(model, chunk=32)
-    assert scorer.reading == "in chunks of 32 tokens"
+    assert scorer.reading == "in chunks of 32 tokens, layer by layer"
     assert scorer.by_length
     results = perplexity(model, [document], lengths=[64, 256], targets=7, bos=False, chunk=32)
     assert scorer.unpatched
@@ -239,7 +242,7 @@ def test_a_model_whose_own_scaling_follows_the_input_is_read_in_chunks_as_under_
         expected = nats(fresh, document.ids[256 - result.length :], range(result.length - 7, result.length)) / 7
         assert result.loss == pytest.approx(expected, abs=1e-5)
     with rope.patched(model, "dynamic-yarn", factor=2):
-        assert scorer.reading == "in chunks of 32 tokens"
+        assert scorer.reading == "in chunks of 32 tokens, layer by layer"
 
 
 def test_length_dependent_methods_run_at_the_context_length() -> None:

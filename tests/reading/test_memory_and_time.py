@@ -13,7 +13,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.eval import passkey, perplexity
 from rope_ext_hf.reading import memory as reading_memory
 from rope_ext_hf.reading.documents import Tokens
-from rope_ext_hf.reading.memory import MemoryEstimate, budgets, check_memory, estimate_memory
+from rope_ext_hf.reading.memory import MemoryEstimate, budgets, check_memory, estimate_memory, weight_places
 from rope_ext_hf.reading.operations import EFFICIENCY, estimate_flops, measure_flops
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import sliding_window_warning
@@ -50,6 +50,47 @@ def test_keys_and_values_are_what_a_cache_holds(name: str) -> None:
     offloaded = estimate_memory(model, 32, offload_cache=True)
     assert offloaded.cache == held // len(cache.layers)
     assert held <= offloaded.offloaded <= 2 * held
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "deepseek_v3"])
+def test_losses_take_the_keys_and_values_of_one_layer(name: str) -> None:
+    """They grow by one layer's rate, whatever the number of layers, and by the hidden states of the text."""
+    model, deeper = build(name), on_meta(name, num_hidden_layers=12)
+    whole, by_layer = estimate_memory(model, 4096), estimate_memory(model, 4096, by_layer=True)
+    assert by_layer.cache == whole.cache // model.config.num_hidden_layers
+    assert by_layer.waiting >= 4096 * model.config.hidden_size * 4
+    assert by_layer.offloaded == 0
+    deep = estimate_memory(deeper, 4096, by_layer=True)
+    assert (deep.cache, deep.waiting) == (by_layer.cache, by_layer.waiting)
+    twice = estimate_memory(deeper, 8192, by_layer=True)
+    assert (twice.cache, twice.waiting) == (2 * deep.cache, 2 * deep.waiting)
+
+
+def test_layers_that_share_keys_are_not_read_one_by_one() -> None:
+    model = on_meta("llama")
+    model.config.num_kv_shared_layers = 1
+    assert estimate_memory(model, 4096, by_layer=True) == estimate_memory(model, 4096)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_losses_of_a_model_that_is_larger_than_its_device(memory: dict[str, int], device: torch.device) -> None:
+    model = on_meta("llama", num_hidden_layers=20, hidden_size=4096, intermediate_size=16384, vocab_size=1000)
+    size = model.num_parameters() * 4
+    memory["cpu"], memory["cuda"] = size // 2, size // 2
+    with pytest.raises(rope.CheckpointError):
+        check_memory(model, 256, torch.float32, device, by_layer=True)
+    with pytest.raises(rope.CheckpointError):
+        check_memory(model, 256, torch.float32, device, fetch=True)  # answers to prompts need all weights at each token
+    needed = check_memory(model, 256, torch.float32, device, by_layer=True, fetch=True)
+    assert needed.weights + needed.fetched == size
+    assert needed.total < size // 2
+    assert "of weights in main memory or on disk, read a layer at a time" in str(needed)
+    places = weight_places(model, needed, torch.float32, device)
+    layers = [places[f"model.layers.{index}"] for index in range(20)]
+    here = "cpu" if device == CPU else 0
+    assert 5 < layers.count(here) < 10
+    assert layers[0] == here
+    assert layers[-1] == "disk"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "glm", "gpt_neox"])

@@ -194,7 +194,7 @@ def test_rounding_in_deep_bfloat16_models_is_no_reason_to_read_them_whole(
     layers: int, width: int, scale: float
 ) -> None:
     scorer = TokenScorer(deep(layers, width, scale), chunk=64)
-    assert scorer.reading == "in chunks of 64 tokens"
+    assert scorer.reading == "in chunks of 64 tokens, layer by layer"
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def test_offloaded_tokens_are_one_run_of_memory() -> None:
     """Otherwise a device would copy them piece by piece through the host, pinned or not."""
     model = build_family("llama")
     scorer = TokenScorer(model, chunk=37, offload_cache=True)
-    scorer.losses(tokens(150), 5)
+    scorer.candidates(tokens(150), tokens(3)[None])
     assert scorer.reader.cache is not None
     for layer in scorer.reader.cache.layers:
         for room in (layer.keys, layer.values):

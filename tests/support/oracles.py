@@ -427,7 +427,8 @@ def naive_sliding_all(model: Any, ids: Tensor, n: int, longest: int, *, targets:
         new = end - previous_end
         labels = ids[begin:end].clone()
         labels[:-new] = -100
-        scored = [place for place in range(1, end - begin) if labels[place] != -100]
+        first = next(place for place in range(1, end - begin) if labels[place] != -100)
+        scored = range(first, end - begin)
         losses.append((nats(model, ids[begin:end], scored), len(scored)))
         previous_end = end
         if end == len(ids):

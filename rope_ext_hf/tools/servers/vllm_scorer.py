@@ -11,7 +11,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -191,6 +191,15 @@ class _VLLMScorer:
     def unpatched(self) -> bool:
         """True if the engine runs the model as it was loaded."""
         return not present_specs(self.model)
+
+    @property
+    def tokens_together(self) -> int:
+        """0: the engine gets one text at a time."""
+        return 0
+
+    def losses_together(self, texts: Sequence[tuple[Tensor, int]], *, length: int | None = None) -> list[Tensor]:
+        """Return losses as `TokenScorer.losses_together` does."""
+        return [self.losses(ids, first, length=length) for ids, first in texts]
 
     def losses(self, ids: Tensor, first: int, *, length: int | None = None) -> Tensor:
         """Return losses as `TokenScorer.losses` does.

@@ -129,6 +129,7 @@ class _KeyTokenMeasurement(Measurement):
     """
 
     kind = "keys"
+    by_layer = True
 
     def __init__(
         self,
