@@ -23,7 +23,7 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import checkpoint_geometry, patch_geometry
-from rope_ext_hf.patches.loading import class_to_load, empty_model
+from rope_ext_hf.patches.model_classes import class_to_load, empty_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

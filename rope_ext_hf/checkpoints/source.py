@@ -29,7 +29,8 @@ from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated, config_pairing, stated_rotary
 from rope_ext_hf.patches.geometry import checkpoint_geometry
-from rope_ext_hf.patches.loading import empty_model, load_config
+from rope_ext_hf.patches.loading import load_config
+from rope_ext_hf.patches.model_classes import empty_model
 from rope_ext_hf.rotary.pairing import PAIRINGS
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import checkpoint_geometry
-from rope_ext_hf.patches.loading import class_to_load
+from rope_ext_hf.patches.model_classes import class_to_load
 from rope_ext_hf.rotary.pairing import other_pairing, rotate
 
 _MAX_ATTENTIONS = 3  # attention modules that are compared

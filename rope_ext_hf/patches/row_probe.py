@@ -1,0 +1,534 @@
+"""Find out which rows of a class's weights rotate, by running a small random model of it on the CPU.
+
+    rows = probe_rows(config)
+    rows.layers[0].rotated["q_proj"]        # its heads, in the order in which their rows are stored
+
+No name of a module or a config key is known here, and no class is changed. The small model has as many heads of the same
+size as the config states, few layers and a small width. Three forwards over a few tokens show everything:
+
+1. at angle 0;
+2. with an angle of its own for every pair of dims. The products whose operands differ are the scores of queries and keys
+   (`score_products`), and the dims that differ show which two of them each angle has mixed;
+3. at angle 0 with gradients. Every dim of the queries and the keys gets a random code of signs, and the gradient of a row
+   of a weight shows the code of the dim that the row becomes. Norms, which mix the rows a little, do not hide it.
+
+Rows from which anything else is computed too (values that are the keys) cannot be moved, and are refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rope_ext_hf.errors import UnsupportedModelError, one_line
+from rope_ext_hf.patches.score_products import watched
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import Slot
+from rope_ext_hf.patches.small_models import kinds_of_layers, small_model, usual_values
+
+_TOKENS = 11
+"""The number of tokens that are run; no size of a model is equal to it, so that it tells keys from dims."""
+_CODES = 96
+"""The number of signs in the code of a dim."""
+_LIKE = 0.8
+"""The correlation with the code of a dim from which on a row becomes that dim. Other rows stay below 0.45."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """Consecutive rows of a weight: one head, or rows that are of no head.
+
+    Attributes:
+        size: the number of rows.
+        rotary: how many of them rotate.
+        start: the first row that rotates.
+        side: "q" or "k", or "index_q" or "index_k" of an indexer; "": rows that become neither queries nor keys.
+    """
+
+    size: int
+    rotary: int = 0
+    start: int = 0
+    side: str = ""
+
+
+@dataclass(frozen=True)
+class ModuleRows:
+    """The rows of one module or parameter inside an attention module.
+
+    Attributes:
+        heads: its heads in the order of their rows.
+        pairing: "half" or "interleaved"; None: its heads rotate one pair only, so that both are the same.
+    """
+
+    heads: tuple[Head, ...]
+    pairing: str | None
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """The weights of one layer.
+
+    Attributes:
+        rotated: the modules and parameters with rows that rotate, by their names inside the layer, such as
+            "self_attn.q_proj"; empty: the layer does not rotate.
+        names: the names of all tensors inside the layer, such as "self_attn.q_proj.weight".
+    """
+
+    rotated: dict[str, ModuleRows]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ClassRows:
+    """The rows that rotate in the weights of a model.
+
+    Attributes:
+        layers: those of every layer.
+        pairing: the pairing of the attention, "half" or "interleaved".
+    """
+
+    layers: tuple[LayerRows, ...]
+    pairing: str
+
+
+class _NotUnderstoodError(UnsupportedModelError):
+    """The error for a class of which the probe cannot tell what rotates."""
+
+
+def probe_rows(config: Any, model_class: type[Any] | None = None) -> ClassRows:
+    """Return which rows of the weights rotate in the model that a text config describes.
+
+    Args:
+        config: the text config.
+        model_class: the class of the model; None: the one that transformers loads for the config.
+
+    Raises:
+        UnsupportedModelError: the small model cannot be built or run, or what it computes is not understood.
+    """
+    values = config.to_json_string(use_diff=False)
+    return _probe_rows(type(config), values, model_class)
+
+
+@lru_cache(maxsize=64)
+def _probe_rows(config_class: type[Any], config: str, model_class: type[Any] | None) -> ClassRows:
+    model = small_model(config_class, config, model_class, heads=True)
+    if model is None:
+        raise _NotUnderstoodError("no small model of its class can be built and run")
+    kinds = kinds_of_layers(usual_values(config_class, config))
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            layers, pairing = _Probe(model).layers()
+        except (TypeError, RuntimeError, ValueError, AttributeError, IndexError, KeyError) as error:
+            raise _NotUnderstoodError(f"a small model of its class does not run: {one_line(error)}") from error
+    return ClassRows(tuple(layers[kind] for kind in kinds), pairing)
+
+
+class _Dim(NamedTuple):
+    """One dim of the queries or the keys of a product."""
+
+    product: int  # the number of the product in the forward
+    side: int  # 0: queries, 1: keys
+    dim: int
+
+
+@dataclass(frozen=True)
+class _Score:
+    """A product of queries and keys.
+
+    Attributes:
+        number: its number in the forward.
+        layer: the path of its layer.
+        pairs: the two dims that each angle mixes, of the queries and of the keys.
+        dims: the number of dims.
+    """
+
+    number: int
+    layer: str
+    pairs: tuple[list[tuple[int, int]], list[tuple[int, int]]]
+    dims: int
+
+    def pair_of(self, side: int) -> dict[int, int]:
+        """Return the number of its pair for each dim that rotates."""
+        return {dim: pair for pair, both in enumerate(self.pairs[side]) for dim in both}
+
+
+class _Probe:
+    """One small model, and what three forwards of it show."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.slots = find_slots(model)
+        with suppress(AttributeError, ValueError):
+            model.set_attn_implementation("eager")  # type: ignore[operator]
+
+    def layers(self) -> tuple[list[LayerRows], str]:
+        """Return the rows of every layer of the small model, and the pairing of its attention."""
+        scores, results = self._scores()
+        by_layer: dict[str, list[_Score]] = defaultdict(list)
+        for score in scores:
+            by_layer[score.layer].append(score)
+        gradients = self._gradients(scores, results)
+        rows = {layer: self._rows_of_layer(layer, of_layer, gradients) for layer, of_layer in by_layer.items()}
+        pairings = {pairing for _, pairing in rows.values()}
+        if len(pairings) != 1 or None in pairings:
+            raise _NotUnderstoodError(f"its layers rotate in several pairings ({', '.join(sorted(map(str, pairings)))})")
+        first = next(iter(rows))
+        stack = first.rpartition(".")[0]
+        layers = []
+        for number, _ in enumerate(self.model.get_submodule(stack).children()):
+            path = f"{stack}.{number}"
+            found = rows.pop(path, None)
+            layers.append(found[0] if found else LayerRows({}, self._names(path)))
+        if rows:
+            raise _NotUnderstoodError(f"layers of {stack!r} and {next(iter(rows))!r} rotate")
+        return layers, str(pairings.pop())
+
+    def _names(self, layer: str) -> tuple[str, ...]:
+        return tuple(self.model.get_submodule(layer).state_dict())
+
+    def _run(self) -> Any:
+        return self.model(input_ids=torch.arange(3, 3 + _TOKENS)[None], use_cache=False)
+
+    def _scores(self) -> tuple[list[_Score], list[Tensor]]:
+        """Return the products of queries and keys, and the result of every product at angle 0."""
+        with torch.no_grad():
+            with _rotating(self.slots, torch.zeros_like):
+                plain, _ = watched(self.model, self._run)
+            results = [product.out for product in plain]
+            with _rotating(self.slots, _angle):
+                rotated, _ = watched(self.model, self._run, dict(enumerate(results)))
+        if [product.module for product in plain] != [product.module for product in rotated]:
+            raise _NotUnderstoodError("what it computes depends on the angles in another way than by its scores")
+        scores = []
+        for number, (before, after) in enumerate(zip(plain, rotated, strict=True)):
+            if torch.equal(before.left, after.left) and _equal(before.right, after.right):
+                continue
+            if before.right is None or after.right is None or before.left.shape[-1] == _TOKENS:
+                raise _NotUnderstoodError(
+                    f"the rotation reaches {before.module!r} beside the scores of queries and keys: its values or its "
+                    "output rotate too"
+                )
+            pairs = _pairs(before.left, after.left), _pairs(before.right, after.right)
+            scores.append(_Score(number, self._layer_of(before.module), pairs, before.left.shape[-1]))
+        if not scores:
+            raise _NotUnderstoodError("no product of queries and keys changes with the angles")
+        return scores, results
+
+    def _layer_of(self, path: str) -> str:
+        """Return the path of the layer that a module is in: of the first module on the way that is one of a list."""
+        parts = path.split(".")
+        for end in range(1, len(parts)):
+            if isinstance(self.model.get_submodule(".".join(parts[:end])), nn.ModuleList):
+                return ".".join(parts[: end + 1])
+        raise _NotUnderstoodError(f"{path!r} is in no numbered layer")
+
+    def _gradients(self, scores: list[_Score], results: list[Tensor]) -> _Gradients:
+        """Return for every weight of the layers how its rows enter queries, keys and anything else."""
+        replaced = {score.number: results[score.number].clone().requires_grad_() for score in scores}
+        layers = list(dict.fromkeys(score.layer for score in scores))
+        with _rotating(self.slots, torch.zeros_like), _Recording(self.model, layers) as recording:
+            products, _ = watched(self.model, self._run, replaced)
+        targets = recording.targets()
+        dims: list[_Dim] = []
+        sums: list[Tensor] = []
+        for score in scores:
+            operands = (products[score.number].left, products[score.number].right)
+            for side, operand in enumerate(operands):
+                assert operand is not None
+                sums.append((operand * operand.detach()).flatten(0, -2).sum(0))
+                dims += [_Dim(score.number, side, dim) for dim in range(score.dims)]
+        total = torch.cat(sums)
+        codes = 2.0 * torch.randint(0, 2, (_CODES, len(dims)), generator=torch.Generator().manual_seed(0)) - 1
+        tensors = [target.tensor for target in targets]
+        found = torch.autograd.grad(
+            total, tensors, codes, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
+        ends = sum(out.float().square().sum() for out in recording.outputs)
+        beside = torch.autograd.grad(ends, [*tensors, *replaced.values()], allow_unused=True)
+        return _Gradients(
+            dims=dims,
+            codes=codes,
+            targets=targets,
+            responses=[None if g is None else t.by_row(g) for t, g in zip(targets, found, strict=True)],
+            beside=[None if g is None else t.by_row(g[None])[0] for t, g in zip(targets, beside, strict=False)],
+            attended={number for number, g in zip(replaced, beside[len(tensors) :], strict=True) if g is not None},
+        )
+
+    def _rows_of_layer(self, layer: str, scores: list[_Score], gradients: _Gradients) -> tuple[LayerRows, str | None]:
+        """Return the rows of one layer, and the pairing of its attention."""
+        by_number = {score.number: score for score in scores}
+        rotated: dict[str, ModuleRows] = {}
+        pairings: dict[bool, set[str]] = {True: set(), False: set()}
+        covered: set[_Dim] = set()
+        for target, dims in gradients.rows(layer, by_number):
+            heads, pairing = _heads(target.name, dims, by_number, gradients.attended)
+            rotated[target.name.removeprefix(f"{layer}.")] = ModuleRows(heads, pairing)
+            covered |= {dim for dim in dims if dim is not None}
+            if pairing is not None:
+                pairings[any(head.side in ("q", "k") for head in heads)].add(pairing)
+        for score in scores:
+            for side in (0, 1):
+                if not all(_Dim(score.number, side, dim) in covered for dim in score.pair_of(side)):
+                    raise _NotUnderstoodError(
+                        f"no weight of {layer!r} has a row for every dim of its {('queries', 'keys')[side]} that rotates"
+                    )
+        own = pairings[True]
+        if len(own) > 1:
+            raise _NotUnderstoodError(f"{layer!r} rotates queries and keys in several pairings")
+        return LayerRows(rotated, self._names(layer)), next(iter(own), None)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A weight with rows: of the module `name`, or the parameter of that name.
+
+    Attributes:
+        name: the path.
+        tensor: the output of the module, (..., rows), or the parameter, (rows, ...).
+        is_output: which of both it is.
+    """
+
+    name: str
+    tensor: Tensor
+    is_output: bool
+
+    def by_row(self, gradient: Tensor) -> Tensor:
+        """Return the derivatives with respect to a factor of each row, (n, rows), from n gradients of the tensor.
+
+        `gradient`: (n, ...).
+        """
+        if self.is_output:
+            return (self.tensor.detach() * gradient).flatten(1, -2).sum(1)
+        return gradient.flatten(1)
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """How rows enter queries and keys.
+
+    Attributes:
+        dims: the dims of all queries and keys.
+        codes: the code of each dim, (codes, dims).
+        targets: the weights.
+        responses: of each weight, the responses of its rows to the codes, (codes, rows); None: there are none.
+        beside: of each weight, how its rows enter the output of their layer by another way than the scores, (rows,).
+        attended: the numbers of the products that the output of the layer depends on; others choose keys.
+    """
+
+    dims: list[_Dim]
+    codes: Tensor
+    targets: list[_Target]
+    responses: list[Tensor | None]
+    beside: list[Tensor | None]
+    attended: set[int]
+
+    def rows(self, layer: str, scores: dict[int, _Score]) -> Iterator[tuple[_Target, list[_Dim | None]]]:
+        """Yield the weights of a layer that rotate, and for each row the dim that it becomes; None: it becomes none."""
+        at = [place for place, dim in enumerate(self.dims) if dim.product in scores]
+        dims = [self.dims[place] for place in at]
+        rotating = {dim for dim in dims if dim.dim in scores[dim.product].pair_of(dim.side)}
+        codes = self.codes[:, at] / _CODES**0.5
+        for target, response, beside in zip(self.targets, self.responses, self.beside, strict=True):
+            if response is None or not target.name.startswith(f"{layer}."):
+                continue
+            size = response.norm(dim=0)
+            likeness = (response / size.clamp(min=1e-30)).T @ codes  # (rows, dims)
+            best, place = likeness.abs().max(1)
+            direct = (best > _LIKE) & (size > 1e-4 * size.max())
+            becomes = [dims[index] if sure else None for index, sure in zip(place.tolist(), direct.tolist(), strict=True)]
+            turning = torch.tensor([dim in rotating for dim in becomes])
+            heads = _heads_by_side(Counter(becomes), rotating)
+            if heads is None:
+                continue
+            of_dim = Counter(becomes)
+            becomes = [dim if dim and of_dim[dim] == heads[dim[:2]] else None for dim in becomes]
+            if beside is not None and bool((beside[turning].abs() > 1e-6 * beside.abs().max()).any()):
+                raise _NotUnderstoodError(
+                    f"something else than queries and keys is computed from rows of {target.name!r} that rotate (values, "
+                    "for example), so that its rows cannot be moved alone"
+                )
+            yield target, becomes
+
+
+def _heads_by_side(rows: Mapping[_Dim | None, int], rotating: set[_Dim]) -> dict[tuple[int, int], int] | None:
+    """Return how many heads of each product and side the rows of a weight become, given the number of rows of each dim.
+
+    None: they become no whole heads. Rows of weights that all dims depend on may resemble single dims by chance.
+    """
+    heads: dict[tuple[int, int], int] = {}
+    for side in {dim[:2] for dim in rotating}:
+        counts = {rows.get(dim, 0) for dim in rotating if dim[:2] == side}
+        if len(counts) > 1:
+            return None
+        heads[side] = counts.pop()
+    return heads if any(heads.values()) else None
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _angle(pairs: Tensor) -> Tensor:
+    """Return angles in radians for pairs with these numbers: between 0.3 and 1.2, and far from each other."""
+    return 0.3 + 0.9 * torch.frac(pairs * 0.6180339887)
+
+
+@contextmanager
+def _rotating(slots: Sequence[Slot], angle: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Rotate each pair by an angle, the same at every position, inside the with block.
+
+    `angle`: returns the angles of pairs, given their numbers.
+    """
+
+    def hook(slot: Slot, output: Any) -> Any:
+        one = output[0] if isinstance(output, tuple) else output
+        bare = slot.layout in ("bare", "complex")
+        angles = angle(torch.arange(one.shape[-1] if bare else one.shape[-1] // 2, dtype=torch.float64))
+        if slot.layout == "half":
+            angles = torch.cat((angles, angles))
+        elif slot.layout == "interleaved":
+            angles = angles.repeat_interleave(2)
+        if slot.layout == "complex":
+            return torch.polar(torch.ones_like(angles), angles).to(one.dtype).expand_as(one)
+        return tuple(part.to(one.dtype).expand_as(one) for part in (angles.cos(), angles.sin()))
+
+    with ExitStack() as stack:
+        for slot in slots:
+            handle = slot.module.register_forward_hook(lambda _, __, output, slot=slot: hook(slot, output))
+            stack.callback(handle.remove)
+        yield
+
+
+def _pairs(before: Tensor, after: Tensor) -> list[tuple[int, int]]:
+    """Return the two dims that each angle has mixed, (..., dims) before and after; none: nothing was rotated.
+
+    A factor of a dim after the rotation does not matter.
+    """
+    one, other = before.flatten(0, -2).double(), after.flatten(0, -2).double()
+    dims = (one != other).any(0).nonzero().flatten()
+    if len(dims) % 2:
+        raise _NotUnderstoodError(f"{len(dims)} dims of its queries or keys change with the angles, an odd number")
+    one, other = one[:, dims], other[:, dims]
+    units = one / one.norm(dim=0)
+    pairs = []
+    for angle in _angle(torch.arange(len(dims) // 2, dtype=torch.float64)):
+        rest = other - angle.cos() * one
+        likeness = ((rest / rest.norm(dim=0).clamp(min=1e-30)).T @ units).abs()
+        mixed = likeness > 1 - 1e-5
+        mixed.fill_diagonal_(False)
+        both = (mixed & mixed.T).triu().nonzero().tolist()
+        if len(both) != 1:
+            raise _NotUnderstoodError("its queries or keys are not rotated pair by pair, or a norm with a mean follows")
+        first, second = both[0]
+        pairs.append((int(dims[first]), int(dims[second])))
+    return pairs
+
+
+class _Recording:
+    """Keeps what the modules of some layers compute in a forward, each layer apart from those before it."""
+
+    def __init__(self, model: nn.Module, layers: list[str]) -> None:
+        self._model, self._layers = model, layers
+        self._computed: dict[str, Tensor] = {}
+        self.outputs: list[Tensor] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Recording:
+        for path in self._layers:
+            layer = self._model.get_submodule(path)
+            self._handles += [
+                layer.register_forward_pre_hook(_detach, with_kwargs=True),
+                layer.register_forward_hook(lambda _, __, out: self.outputs.append(_first(out))),
+            ]
+            for name, module in layer.named_modules(prefix=path):
+                weight = getattr(module, "weight", None)
+                if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+                    self._handles.append(module.register_forward_hook(self._keep(name, weight.shape[0])))
+        return self
+
+    def _keep(self, name: str, rows: int) -> Callable[[Any, Any, Any], None]:
+        def keep(_: Any, __: Any, out: Any) -> None:
+            if isinstance(out, Tensor) and out.requires_grad and out.shape[-1] == rows:
+                if name in self._computed:
+                    raise _NotUnderstoodError(f"{name!r} runs twice in one forward")
+                self._computed[name] = out
+
+        return keep
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def targets(self) -> list[_Target]:
+        """Return the weights of the layers: outputs of projections, and all other parameters."""
+        targets = [_Target(name, out, True) for name, out in self._computed.items()]
+        for path in self._layers:
+            for name, parameter in self._model.get_submodule(path).named_parameters(prefix=path):
+                module, _, kind = name.rpartition(".")
+                if module not in self._computed and kind != "bias":
+                    targets.append(_Target(module if kind == "weight" else name, parameter, False))
+        return targets
+
+
+def _detach(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def apart(value: Any) -> Any:
+        return value.detach() if isinstance(value, Tensor) else value
+
+    return tuple(map(apart, args)), {key: apart(value) for key, value in kwargs.items()}
+
+
+def _first(out: Any) -> Tensor:
+    """Return the first tensor of a layer's output."""
+    return out if isinstance(out, Tensor) else next(each for each in out if isinstance(each, Tensor))
+
+
+def _heads(
+    name: str, dims: list[_Dim | None], scores: dict[int, _Score], attended: set[int]
+) -> tuple[tuple[Head, ...], str | None]:
+    """Return the heads of a weight and their pairing, from the dim that each of its rows becomes."""
+    heads: list[Head] = []
+    pairings: set[str] = set()
+    for run in _runs(dims):
+        first = run[0]
+        if first is None:
+            heads.append(Head(len(run)))
+            continue
+        pair_of = scores[first.product].pair_of(first.side)
+        numbers = [None if dim is None else pair_of.get(dim.dim) for dim in run]
+        turning = [place for place, number in enumerate(numbers) if number is not None]
+        side = ("" if first.product in attended else "index_") + "qk"[first.side]
+        if not turning:
+            heads.append(Head(len(run)))
+            continue
+        start, count = turning[0], len(turning)
+        order = numbers[start : start + count]
+        arranged = {"half": [*range(count // 2)] * 2, "interleaved": [at // 2 for at in range(count)]}
+        fitting = {pairing for pairing, expected in arranged.items() if expected == order}
+        if not fitting or count != len(pair_of):
+            raise _NotUnderstoodError(f"the rows of a head of {name!r} that rotate are in no order that is known here")
+        heads.append(Head(len(run), count, start, side))
+        if len(fitting) == 1:
+            pairings |= fitting
+    if len(pairings) > 1:
+        raise _NotUnderstoodError(f"the heads of {name!r} are in several pairings")
+    return tuple(heads), next(iter(pairings), None)
+
+
+def _runs(dims: list[_Dim | None]) -> Iterator[list[_Dim | None]]:
+    """Yield consecutive rows that belong together: those of one head, or those that become no dim."""
+    run: list[_Dim | None] = []
+    for dim in dims:
+        last = run[-1] if run else None
+        if run and ((dim is None) != (last is None) or dim is not None and (dim in run or dim[:2] != last[:2])):
+            yield run
+            run = []
+        run.append(dim)
+    yield run
