@@ -29,17 +29,24 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import UnsupportedModelError, one_line
-from rope_ext_hf.patches.score_products import watched
+from rope_ext_hf.patches.score_products import Product, watched
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot
 from rope_ext_hf.patches.small_models import kinds_of_layers, small_model, usual_values
 
-_TOKENS = 11
-"""The number of tokens that are run; no size of a model is equal to it, so that it tells keys from dims."""
-_CODES = 96
-"""The number of signs in the code of a dim."""
-_LIKE = 0.8
+_TEXTS = 4
+"""The number of texts that are run at once, so that a pair of dims is seen with many values."""
+_TOKENS = (11, 139)
+"""The lengths of the texts: the second one where the first is too short for some weight to be used. They are prime, so
+that no size of a model is equal to one, and tell keys from dims."""
+_CODES, _CODES_AT_ONCE = 96, 16
+"""The number of signs in the code of a dim, and of codes that are followed at once, which takes memory."""
+_LIKE = 0.55
 """The correlation with the code of a dim from which on a row becomes that dim. Other rows stay below 0.45."""
+
+
+_ROUNDING = 1e-8
+"""The part of the square of a dim that rounding may leave over."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,10 @@ class _NotUnderstoodError(UnsupportedModelError):
     """The error for a class of which the probe cannot tell what rotates."""
 
 
+class _TooShortError(_NotUnderstoodError):
+    """The error for texts that are too short for some weight of an attention module to be used."""
+
+
 def probe_rows(config: Any, model_class: type[Any] | None = None) -> ClassRows:
     """Return which rows of the weights rotate in the model that a text config describes.
 
@@ -125,33 +136,36 @@ def _probe_rows(config_class: type[Any], config: str, model_class: type[Any] | N
     kinds = kinds_of_layers(usual_values(config_class, config))
     with warnings.catch_warnings(action="ignore"):
         try:
-            layers, pairing = _Probe(model).layers()
+            try:
+                layers, pairing = _Probe(model, _TOKENS[0]).layers()
+            except _TooShortError:
+                layers, pairing = _Probe(model, _TOKENS[1]).layers()
         except (TypeError, RuntimeError, ValueError, AttributeError, IndexError, KeyError) as error:
             raise _NotUnderstoodError(f"a small model of its class does not run: {one_line(error)}") from error
     return ClassRows(tuple(layers[kind] for kind in kinds), pairing)
 
 
 class _Dim(NamedTuple):
-    """One dim of the queries or the keys of a product."""
+    """One dim of queries or keys."""
 
-    product: int  # the number of the product in the forward
+    score: int  # the number of the scores
     side: int  # 0: queries, 1: keys
     dim: int
 
 
 @dataclass(frozen=True)
 class _Score:
-    """A product of queries and keys.
+    """The scores of queries and keys in one module.
 
     Attributes:
-        number: its number in the forward.
         layer: the path of its layer.
+        products: the numbers of the products that compute them: one, or one for each part of them.
         pairs: the two dims that each angle mixes, of the queries and of the keys.
         dims: the number of dims.
     """
 
-    number: int
     layer: str
+    products: list[int]
     pairs: tuple[list[tuple[int, int]], list[tuple[int, int]]]
     dims: int
 
@@ -163,8 +177,9 @@ class _Score:
 class _Probe:
     """One small model, and what three forwards of it show."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, tokens: int) -> None:
         self.model = model
+        self.tokens = tokens
         self.slots = find_slots(model)
         with suppress(AttributeError, ValueError):
             model.set_attn_implementation("eager")  # type: ignore[operator]
@@ -172,9 +187,9 @@ class _Probe:
     def layers(self) -> tuple[list[LayerRows], str]:
         """Return the rows of every layer of the small model, and the pairing of its attention."""
         scores, results = self._scores()
-        by_layer: dict[str, list[_Score]] = defaultdict(list)
-        for score in scores:
-            by_layer[score.layer].append(score)
+        by_layer: dict[str, dict[int, _Score]] = defaultdict(dict)
+        for number, score in enumerate(scores):
+            by_layer[score.layer][number] = score
         gradients = self._gradients(scores, results)
         rows = {layer: self._rows_of_layer(layer, of_layer, gradients) for layer, of_layer in by_layer.items()}
         pairings = {pairing for _, pairing in rows.values()}
@@ -195,7 +210,8 @@ class _Probe:
         return tuple(self.model.get_submodule(layer).state_dict())
 
     def _run(self) -> Any:
-        return self.model(input_ids=torch.arange(3, 3 + _TOKENS)[None], use_cache=False)
+        draws = torch.Generator().manual_seed(0)
+        return self.model(input_ids=torch.randint(3, 128, (_TEXTS, self.tokens), generator=draws), use_cache=False)
 
     def _scores(self) -> tuple[list[_Score], list[Tensor]]:
         """Return the products of queries and keys, and the result of every product at angle 0."""
@@ -205,22 +221,39 @@ class _Probe:
             results = [product.out for product in plain]
             with _rotating(self.slots, _angle):
                 rotated, _ = watched(self.model, self._run, dict(enumerate(results)))
+            runs = plain, rotated
         if [product.module for product in plain] != [product.module for product in rotated]:
             raise _NotUnderstoodError("what it computes depends on the angles in another way than by its scores")
-        scores = []
+        parts: dict[tuple[str, int], list[int]] = defaultdict(list)
         for number, (before, after) in enumerate(zip(plain, rotated, strict=True)):
             if torch.equal(before.left, after.left) and _equal(before.right, after.right):
                 continue
-            if before.right is None or after.right is None or before.left.shape[-1] == _TOKENS:
+            if before.right is None or after.right is None or before.left.shape[-1] == self.tokens:
                 raise _NotUnderstoodError(
                     f"the rotation reaches {before.module!r} beside the scores of queries and keys: its values or its "
                     "output rotate too"
                 )
-            pairs = _pairs(before.left, after.left), _pairs(before.right, after.right)
-            scores.append(_Score(number, self._layer_of(before.module), pairs, before.left.shape[-1]))
-        if not scores:
+            parts[before.module, before.left.shape[-1]].append(number)
+        if not parts:
             raise _NotUnderstoodError("no product of queries and keys changes with the angles")
+        scores = []
+        for (module, dims), numbers in parts.items():
+            sides = [
+                _pairs(*(torch.cat([vectors(products[number]).flatten(0, -2) for number in numbers]) for products in runs))
+                for vectors in (_left, _right)
+            ]
+            scores.append(_Score(self._layer_of(module), numbers, (sides[0], sides[1]), dims))
         return scores, results
+
+    def _check_used(self, layer: str, rotated: list[str], used: set[str]) -> None:
+        """Check that all weights beside those that rotate were used: of one that was not, nothing is known.
+
+        An indexer that has few keys to choose from is not asked, for example.
+        """
+        attention = ".".join([layer, *common_path(rotated)])
+        for path, module in self.model.get_submodule(attention).named_modules(prefix=attention):
+            if path not in used and path != layer and any(True for _ in module.parameters(recurse=False)):
+                raise _TooShortError(f"{path!r} is not used for {self.tokens} tokens")
 
     def _layer_of(self, path: str) -> str:
         """Return the path of the layer that a module is in: of the first module on the way that is one of a list."""
@@ -232,54 +265,62 @@ class _Probe:
 
     def _gradients(self, scores: list[_Score], results: list[Tensor]) -> _Gradients:
         """Return for every weight of the layers how its rows enter queries, keys and anything else."""
-        replaced = {score.number: results[score.number].clone().requires_grad_() for score in scores}
+        replaced = {
+            product: results[product].clone().requires_grad_() for score in scores for product in score.products
+        }
         layers = list(dict.fromkeys(score.layer for score in scores))
         with _rotating(self.slots, torch.zeros_like), _Recording(self.model, layers) as recording:
             products, _ = watched(self.model, self._run, replaced)
         targets = recording.targets()
         dims: list[_Dim] = []
         sums: list[Tensor] = []
-        for score in scores:
-            operands = (products[score.number].left, products[score.number].right)
-            for side, operand in enumerate(operands):
-                assert operand is not None
-                sums.append((operand * operand.detach()).flatten(0, -2).sum(0))
-                dims += [_Dim(score.number, side, dim) for dim in range(score.dims)]
+        for number, score in enumerate(scores):
+            for side, vectors in enumerate((_left, _right)):
+                operand = torch.cat([vectors(products[product]).flatten(0, -2) for product in score.products])
+                sums.append((operand * operand.detach()).sum(0))
+                dims += [_Dim(number, side, dim) for dim in range(score.dims)]
         total = torch.cat(sums)
         codes = 2.0 * torch.randint(0, 2, (_CODES, len(dims)), generator=torch.Generator().manual_seed(0)) - 1
         tensors = [target.tensor for target in targets]
-        found = torch.autograd.grad(
-            total, tensors, codes, retain_graph=True, allow_unused=True, is_grads_batched=True
-        )
+        responses: list[list[Tensor | None]] = [[] for _ in targets]
+        for some in codes.split(_CODES_AT_ONCE):
+            found = torch.autograd.grad(
+                total, tensors, some, retain_graph=True, allow_unused=True, is_grads_batched=True
+            )
+            for target, gradient, response in zip(targets, found, responses, strict=True):
+                response.append(None if gradient is None else target.by_row(gradient))
         ends = sum(out.float().square().sum() for out in recording.outputs)
         beside = torch.autograd.grad(ends, [*tensors, *replaced.values()], allow_unused=True)
         return _Gradients(
             dims=dims,
             codes=codes,
             targets=targets,
-            responses=[None if g is None else t.by_row(g) for t, g in zip(targets, found, strict=True)],
+            responses=[_joined(response) for response in responses],
+            used=recording.used,
             beside=[None if g is None else t.by_row(g[None])[0] for t, g in zip(targets, beside, strict=False)],
-            attended={number for number, g in zip(replaced, beside[len(tensors) :], strict=True) if g is not None},
+            attended={product for product, g in zip(replaced, beside[len(tensors) :], strict=True) if g is not None},
         )
 
-    def _rows_of_layer(self, layer: str, scores: list[_Score], gradients: _Gradients) -> tuple[LayerRows, str | None]:
-        """Return the rows of one layer, and the pairing of its attention."""
-        by_number = {score.number: score for score in scores}
+    def _rows_of_layer(
+        self, layer: str, scores: dict[int, _Score], gradients: _Gradients
+    ) -> tuple[LayerRows, str | None]:
+        """Return the rows of one layer, and the pairing of its attention. `scores`: those of the layer, by number."""
         rotated: dict[str, ModuleRows] = {}
         pairings: dict[bool, set[str]] = {True: set(), False: set()}
         covered: set[_Dim] = set()
-        for target, dims in gradients.rows(layer, by_number):
-            heads, pairing = _heads(target.name, dims, by_number, gradients.attended)
+        for target, dims in gradients.rows(layer, scores):
+            heads, pairing = _heads(target.name, dims, scores, gradients.attended)
             rotated[target.name.removeprefix(f"{layer}.")] = ModuleRows(heads, pairing)
             covered |= {dim for dim in dims if dim is not None}
             if pairing is not None:
                 pairings[any(head.side in ("q", "k") for head in heads)].add(pairing)
-        for score in scores:
+        for number, score in scores.items():
             for side in (0, 1):
-                if not all(_Dim(score.number, side, dim) in covered for dim in score.pair_of(side)):
+                if not all(_Dim(number, side, dim) in covered for dim in score.pair_of(side)):
                     raise _NotUnderstoodError(
                         f"no weight of {layer!r} has a row for every dim of its {('queries', 'keys')[side]} that rotates"
                     )
+        self._check_used(layer, list(rotated), gradients.used)
         own = pairings[True]
         if len(own) > 1:
             raise _NotUnderstoodError(f"{layer!r} rotates queries and keys in several pairings")
@@ -321,6 +362,7 @@ class _Gradients:
         responses: of each weight, the responses of its rows to the codes, (codes, rows); None: there are none.
         beside: of each weight, how its rows enter the output of their layer by another way than the scores, (rows,).
         attended: the numbers of the products that the output of the layer depends on; others choose keys.
+        used: the paths of the modules that ran.
     """
 
     dims: list[_Dim]
@@ -329,19 +371,20 @@ class _Gradients:
     responses: list[Tensor | None]
     beside: list[Tensor | None]
     attended: set[int]
+    used: set[str]
 
     def rows(self, layer: str, scores: dict[int, _Score]) -> Iterator[tuple[_Target, list[_Dim | None]]]:
         """Yield the weights of a layer that rotate, and for each row the dim that it becomes; None: it becomes none."""
-        at = [place for place, dim in enumerate(self.dims) if dim.product in scores]
+        at = [place for place, dim in enumerate(self.dims) if dim.score in scores]
         dims = [self.dims[place] for place in at]
-        rotating = {dim for dim in dims if dim.dim in scores[dim.product].pair_of(dim.side)}
+        rotating = {dim for dim in dims if dim.dim in scores[dim.score].pair_of(dim.side)}
         codes = self.codes[:, at] / _CODES**0.5
         for target, response, beside in zip(self.targets, self.responses, self.beside, strict=True):
             if response is None or not target.name.startswith(f"{layer}."):
                 continue
             size = response.norm(dim=0)
             likeness = (response / size.clamp(min=1e-30)).T @ codes  # (rows, dims)
-            best, place = likeness.abs().max(1)
+            best, place = (likeness if target.is_output else likeness.abs()).max(1)
             direct = (best > _LIKE) & (size > 1e-4 * size.max())
             becomes = [dims[index] if sure else None for index, sure in zip(place.tolist(), direct.tolist(), strict=True)]
             turning = torch.tensor([dim in rotating for dim in becomes])
@@ -370,6 +413,27 @@ def _heads_by_side(rows: Mapping[_Dim | None, int], rotating: set[_Dim]) -> dict
             return None
         heads[side] = counts.pop()
     return heads if any(heads.values()) else None
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    tensors = [part for part in parts if part is not None]
+    return torch.cat(tensors) if tensors else None
+
+
+def _left(product: Product) -> Tensor:
+    return product.left
+
+
+def _right(product: Product) -> Tensor:
+    assert product.right is not None
+    return product.right
+
+
+def common_path(names: Sequence[str]) -> list[str]:
+    """Return the parts of the path that the modules around several modules have in common."""
+    first, *others = [name.split(".")[:-1] for name in names]
+    common = [part for at, part in enumerate(first) if all(other[at : at + 1] == [part] for other in others)]
+    return common[: next((at for at, part in enumerate(common) if part != first[at]), None)]
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:
@@ -408,28 +472,32 @@ def _rotating(slots: Sequence[Slot], angle: Callable[[Tensor], Tensor]) -> Itera
 
 
 def _pairs(before: Tensor, after: Tensor) -> list[tuple[int, int]]:
-    """Return the two dims that each angle has mixed, (..., dims) before and after; none: nothing was rotated.
+    """Return the two dims that each angle has mixed, from vectors (n, dims) before and after; none: nothing was rotated.
 
     A factor of a dim after the rotation does not matter.
     """
-    one, other = before.flatten(0, -2).double(), after.flatten(0, -2).double()
+    one, other = before.double(), after.double()
     dims = (one != other).any(0).nonzero().flatten()
-    if len(dims) % 2:
-        raise _NotUnderstoodError(f"{len(dims)} dims of its queries or keys change with the angles, an odd number")
     one, other = one[:, dims], other[:, dims]
-    units = one / one.norm(dim=0)
-    pairs = []
-    for angle in _angle(torch.arange(len(dims) // 2, dtype=torch.float64)):
-        rest = other - angle.cos() * one
-        likeness = ((rest / rest.norm(dim=0).clamp(min=1e-30)).T @ units).abs()
-        mixed = likeness > 1 - 1e-5
-        mixed.fill_diagonal_(False)
-        both = (mixed & mixed.T).triu().nonzero().tolist()
-        if len(both) != 1:
+    # Each dim after the rotation is a sum of itself and of one other dim before it. For every two dims, the factors of
+    # the best such sum, and what it leaves over.
+    own, with_own = one.square().sum(0), (one * other).sum(0)
+    products, with_others = one.T @ one, other.T @ one  # (dims after or before, dims before)
+    determinant = own[:, None] * own - products.square()
+    factor = (with_own[:, None] * own - with_others * products) / determinant
+    other_factor = (with_others * own[:, None] - with_own[:, None] * products) / determinant
+    left = other.square().sum(0)[:, None] - factor * with_own[:, None] - other_factor * with_others
+    left = (left / other.square().sum(0)[:, None]).fill_diagonal_(torch.inf).nan_to_num(torch.inf, torch.inf, torch.inf)
+    rest, partner = left.min(1) if len(dims) > 1 else (torch.full((len(dims),), torch.inf), dims)
+    count = len(dims) // 2
+    cosines = _angle(torch.arange(count, dtype=torch.float64)).cos()
+    pairs: dict[int, tuple[int, int]] = {}
+    for dim, second in enumerate(partner.tolist()):
+        error, pair = (cosines - factor[dim, second]).abs().min(0) if count else (torch.inf, -1)
+        if rest[dim] > _ROUNDING or error > _ROUNDING**0.5 or partner[second] != dim:
             raise _NotUnderstoodError("its queries or keys are not rotated pair by pair, or a norm with a mean follows")
-        first, second = both[0]
-        pairs.append((int(dims[first]), int(dims[second])))
-    return pairs
+        pairs[int(pair)] = tuple(sorted((int(dims[dim]), int(dims[second]))))  # type: ignore[assignment]
+    return [pairs[pair] for pair in sorted(pairs)]
 
 
 class _Recording:
@@ -438,6 +506,8 @@ class _Recording:
     def __init__(self, model: nn.Module, layers: list[str]) -> None:
         self._model, self._layers = model, layers
         self._computed: dict[str, Tensor] = {}
+        self._twice: set[str] = set()
+        self.used: set[str] = set()
         self.outputs: list[Tensor] = []
         self._handles: list[Any] = []
 
@@ -449,6 +519,7 @@ class _Recording:
                 layer.register_forward_hook(lambda _, __, out: self.outputs.append(_first(out))),
             ]
             for name, module in layer.named_modules(prefix=path):
+                self._handles.append(module.register_forward_hook(lambda *_, name=name: self.used.add(name)))
                 weight = getattr(module, "weight", None)
                 if isinstance(weight, nn.Parameter) and weight.ndim == 2:
                     self._handles.append(module.register_forward_hook(self._keep(name, weight.shape[0])))
@@ -458,7 +529,7 @@ class _Recording:
         def keep(_: Any, __: Any, out: Any) -> None:
             if isinstance(out, Tensor) and out.requires_grad and out.shape[-1] == rows:
                 if name in self._computed:
-                    raise _NotUnderstoodError(f"{name!r} runs twice in one forward")
+                    self._twice.add(name)
                 self._computed[name] = out
 
         return keep
@@ -469,11 +540,12 @@ class _Recording:
 
     def targets(self) -> list[_Target]:
         """Return the weights of the layers: outputs of projections, and all other parameters."""
-        targets = [_Target(name, out, True) for name, out in self._computed.items()]
+        computed = {name: out for name, out in self._computed.items() if name not in self._twice}
+        targets = [_Target(name, out, True) for name, out in computed.items()]
         for path in self._layers:
             for name, parameter in self._model.get_submodule(path).named_parameters(prefix=path):
                 module, _, kind = name.rpartition(".")
-                if module not in self._computed and kind != "bias":
+                if module not in computed and kind != "bias" and parameter.requires_grad:
                     targets.append(_Target(module if kind == "weight" else name, parameter, False))
         return targets
 
@@ -501,10 +573,10 @@ def _heads(
         if first is None:
             heads.append(Head(len(run)))
             continue
-        pair_of = scores[first.product].pair_of(first.side)
+        pair_of = scores[first.score].pair_of(first.side)
         numbers = [None if dim is None else pair_of.get(dim.dim) for dim in run]
         turning = [place for place, number in enumerate(numbers) if number is not None]
-        side = ("" if first.product in attended else "index_") + "qk"[first.side]
+        side = ("" if attended.intersection(scores[first.score].products) else "index_") + "qk"[first.side]
         if not turning:
             heads.append(Head(len(run)))
             continue

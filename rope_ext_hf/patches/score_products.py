@@ -70,13 +70,17 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch._C._set_grad_enabled:  # indexers compute without gradients, which the caller may want
+            return None
         operands = _operands(func, args, kwargs)
-        out = func(*args, **kwargs)
         if operands is None:
-            return out
+            return func(*args, **kwargs)
+        # Copies, because some classes go on to write into a tensor.
+        left, right = (x if x is None else x.clone() for x in operands)
+        out = func(*args, **kwargs)
         number = len(self.products)
-        self.products.append(Product(self._path(), *operands, out.detach()))
-        return self._replaced.get(number, out)
+        self.products.append(Product(self._path(), left, right, out.detach().clone()))
+        return self._replaced[number].clone() if number in self._replaced else out
 
 
 def watched(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rope_ext_hf.patches.family_settings import LAYER_COUNTS
 from rope_ext_hf.patches.model_classes import class_to_load, empty_model
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ def _small(values: _Values) -> dict[str, Any]:
             small[key] = _INNER_WIDTH
         elif key in _TOKEN_IDS:
             small[key] = _TOKEN_IDS[key]
+        elif key.startswith("vocab_size") and value:  # of a second table of embeddings (Gemma 3n)
+            small[key] = _VOCABULARY
         elif key == "initializer_range":
             small[key] = _INITIALIZER_RANGE
     return small
@@ -148,10 +151,9 @@ def _narrower(values: _Values) -> dict[str, Any]:
 
 def _fewer_layers(values: _Values) -> dict[str, Any]:
     """Return the config values that keep the first layers alone: at least two, and one of every kind."""
-    layers = values["num_hidden_layers"]
-    count = min(layers, max(2, 1 + max(kinds_of_layers(values))))
+    count = min(_layers(values), max(2, 1 + max(kinds_of_layers(values))))
     fewer: dict[str, Any] = {key: value[:count] for key, value in _lists_by_layer(values).items()}
-    fewer["num_hidden_layers"] = count
+    fewer |= {key: count for key in LAYER_COUNTS if key in values}
     by_layer = values.get("per_layer_config")
     if isinstance(by_layer, Mapping):
         fewer["per_layer_config"] = {key: value for key, value in by_layer.items() if int(key) < count}
@@ -169,11 +171,16 @@ def kinds_of_layers(values: _Values) -> tuple[int, ...]:
     first: dict[str, int] = {}
     return tuple(
         first.setdefault(repr(([items[layer] for items in lists], own.get(str(layer), own.get(layer)))), layer)
-        for layer in range(values["num_hidden_layers"])
+        for layer in range(_layers(values))
     )
 
 
 def _lists_by_layer(values: _Values) -> dict[str, list[Any]]:
     """Return the values of a config that are lists with an item for each layer."""
-    layers = values["num_hidden_layers"]
+    layers = _layers(values)
     return {key: value for key, value in values.items() if isinstance(value, list) and len(value) == layers}
+
+
+def _layers(values: _Values) -> int:
+    """Return the number of layers that a config states."""
+    return int(next(values[key] for key in LAYER_COUNTS if key in values))
