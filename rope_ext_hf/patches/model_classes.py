@@ -74,3 +74,14 @@ def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedMo
     except Exception as error:  # model classes raise anything on bad values
         raise CheckpointError(f"no language model can be built from this config: {one_line(error)}") from error
     return model
+
+
+def class_of_part(model: Any, config: Any) -> type[Any] | None:
+    """Return the class of the outermost model inside a model that has a config of the class of `config`.
+
+    That is the class of the text model, for a text config and a model of text and images. None: there is none.
+    """
+    from transformers import PreTrainedModel
+
+    parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return next((type(part) for part in parts if type(part.config) is type(config)), None)

@@ -23,12 +23,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import UnsupportedModelError, one_line
+from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.saved_names import saved_rows
 from rope_ext_hf.patches.score_products import Product, watched
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot
@@ -86,10 +90,15 @@ class LayerRows:
     Attributes:
         rotated: the modules and parameters with rows that rotate, by their names inside the layer, such as
             "self_attn.q_proj"; empty: the layer does not rotate.
-        names: the names of all tensors inside the layer, such as "self_attn.q_proj.weight".
+        saved: the same by the names under which transformers saves them, where those are others, or where it joins
+            several in one.
+        parts: for each name in `saved`, the names in `rotated` of what it holds.
+        names: the names of all tensors inside the layer, such as "self_attn.q_proj.weight", in both forms.
     """
 
     rotated: dict[str, ModuleRows]
+    saved: dict[str, ModuleRows]
+    parts: dict[str, tuple[str, ...]]
     names: tuple[str, ...]
 
 
@@ -99,10 +108,12 @@ class ClassRows:
 
     Attributes:
         layers: those of every layer.
+        stack: the path of the list of layers in the class.
         pairing: the pairing of the attention, "half" or "interleaved".
     """
 
     layers: tuple[LayerRows, ...]
+    stack: str
     pairing: str
 
 
@@ -124,8 +135,29 @@ def probe_rows(config: Any, model_class: type[Any] | None = None) -> ClassRows:
     Raises:
         UnsupportedModelError: the small model cannot be built or run, or what it computes is not understood.
     """
-    values = config.to_json_string(use_diff=False)
-    return _probe_rows(type(config), values, model_class)
+    try:
+        return _probe_rows(type(config), config.to_json_string(use_diff=False), model_class)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"which rows of the weights of {config.model_type!r} rotate could not be found out: {error}. Such a model can "
+            "be patched where `rope-ext describe` shows it, and not converted"
+        ) from error
+
+
+def run_pairing(config: Any, model_class: type[Any] | None = None) -> str | None:
+    """Return which dims a class rotates together, by the family table, else by a probe: "half" or "interleaved".
+
+    None: the table does not list the family, and the probe does not understand the class. The arguments are those of
+    `probe_rows`; the config may hold a text config.
+    """
+    text = config.get_text_config()
+    known = family(text.model_type)
+    if known.pairing is not None or known.remote_attention is not None:
+        return class_pairing(config)
+    try:
+        return probe_rows(text, model_class).pairing
+    except UnsupportedModelError:
+        return None
 
 
 @lru_cache(maxsize=64)
@@ -137,12 +169,12 @@ def _probe_rows(config_class: type[Any], config: str, model_class: type[Any] | N
     with warnings.catch_warnings(action="ignore"):
         try:
             try:
-                layers, pairing = _Probe(model, _TOKENS[0]).layers()
+                layers, stack, pairing = _Probe(model, _TOKENS[0]).layers()
             except _TooShortError:
-                layers, pairing = _Probe(model, _TOKENS[1]).layers()
+                layers, stack, pairing = _Probe(model, _TOKENS[1]).layers()
         except (TypeError, RuntimeError, ValueError, AttributeError, IndexError, KeyError) as error:
             raise _NotUnderstoodError(f"a small model of its class does not run: {one_line(error)}") from error
-    return ClassRows(tuple(layers[kind] for kind in kinds), pairing)
+    return ClassRows(tuple(layers[kind] for kind in kinds), stack, pairing)
 
 
 class _Dim(NamedTuple):
@@ -184,8 +216,8 @@ class _Probe:
         with suppress(AttributeError, ValueError):
             model.set_attn_implementation("eager")  # type: ignore[operator]
 
-    def layers(self) -> tuple[list[LayerRows], str]:
-        """Return the rows of every layer of the small model, and the pairing of its attention."""
+    def layers(self) -> tuple[list[LayerRows], str, str]:
+        """Return the rows of every layer of the small model, the path of the layers, and the pairing of its attention."""
         scores, results = self._scores()
         by_layer: dict[str, dict[int, _Score]] = defaultdict(dict)
         for number, score in enumerate(scores):
@@ -194,17 +226,19 @@ class _Probe:
         rows = {layer: self._rows_of_layer(layer, of_layer, gradients) for layer, of_layer in by_layer.items()}
         pairings = {pairing for _, pairing in rows.values()}
         if len(pairings) != 1 or None in pairings:
-            raise _NotUnderstoodError(f"its layers rotate in several pairings ({', '.join(sorted(map(str, pairings)))})")
+            raise _NotUnderstoodError(
+                f"its layers rotate in several pairings ({', '.join(sorted(map(str, pairings)))})"
+            )
         first = next(iter(rows))
         stack = first.rpartition(".")[0]
         layers = []
         for number, _ in enumerate(self.model.get_submodule(stack).children()):
             path = f"{stack}.{number}"
             found = rows.pop(path, None)
-            layers.append(found[0] if found else LayerRows({}, self._names(path)))
+            layers.append(found[0] if found else self._as_saved(path, {}))
         if rows:
             raise _NotUnderstoodError(f"layers of {stack!r} and {next(iter(rows))!r} rotate")
-        return layers, str(pairings.pop())
+        return layers, stack, str(pairings.pop())
 
     def _names(self, layer: str) -> tuple[str, ...]:
         return tuple(self.model.get_submodule(layer).state_dict())
@@ -239,7 +273,9 @@ class _Probe:
         scores = []
         for (module, dims), numbers in parts.items():
             sides = [
-                _pairs(*(torch.cat([vectors(products[number]).flatten(0, -2) for number in numbers]) for products in runs))
+                _pairs(
+                    *(torch.cat([vectors(products[number]).flatten(0, -2) for number in numbers]) for products in runs)
+                )
                 for vectors in (_left, _right)
             ]
             scores.append(_Score(self._layer_of(module), numbers, (sides[0], sides[1]), dims))
@@ -324,7 +360,21 @@ class _Probe:
         own = pairings[True]
         if len(own) > 1:
             raise _NotUnderstoodError(f"{layer!r} rotates queries and keys in several pairings")
-        return LayerRows(rotated, self._names(layer)), next(iter(own), None)
+        return self._as_saved(layer, rotated), next(iter(own), None)
+
+    def _as_saved(self, layer: str, rotated: dict[str, ModuleRows]) -> LayerRows:
+        """Return the rows of a layer, also by the names under which transformers saves them."""
+        saved: dict[str, ModuleRows] = {}
+        parts: dict[str, tuple[str, ...]] = {}
+        names = list(self._names(layer))
+        for name, origins in saved_rows(self.model, layer, rotated).items():
+            names.append(name)
+            module = name.removesuffix(".weight")
+            of_modules = tuple(dict.fromkeys(origin for origin, _ in origins if origin in rotated))
+            if module == name or module in rotated or not of_modules:
+                continue
+            saved[module], parts[module] = _joined_rows(name, origins, rotated), of_modules
+        return LayerRows(rotated, saved, parts, tuple(names))
 
 
 @dataclass(frozen=True)
@@ -386,7 +436,9 @@ class _Gradients:
             likeness = (response / size.clamp(min=1e-30)).T @ codes  # (rows, dims)
             best, place = (likeness if target.is_output else likeness.abs()).max(1)
             direct = (best > _LIKE) & (size > 1e-4 * size.max())
-            becomes = [dims[index] if sure else None for index, sure in zip(place.tolist(), direct.tolist(), strict=True)]
+            becomes = [
+                dims[index] if sure else None for index, sure in zip(place.tolist(), direct.tolist(), strict=True)
+            ]
             turning = torch.tensor([dim in rotating for dim in becomes])
             heads = _heads_by_side(Counter(becomes), rotating)
             if heads is None:
@@ -562,6 +614,27 @@ def _first(out: Any) -> Tensor:
     return out if isinstance(out, Tensor) else next(each for each in out if isinstance(each, Tensor))
 
 
+def _joined_rows(name: str, origins: list[tuple[str, int]], rotated: dict[str, ModuleRows]) -> ModuleRows:
+    """Return the rows of a saved tensor from those of the modules that it holds.
+
+    `origins`: for each row the module that it is of, and its number there.
+    """
+    heads: list[Head] = []
+    while origins:
+        module, row = origins[0]
+        if module in rotated:
+            starts = accumulate((head.size for head in rotated[module].heads), initial=0)
+            head = next((head for head, start in zip(rotated[module].heads, starts, strict=False) if start == row), None)
+        else:
+            head = Head(next((at for at, (other, _) in enumerate(origins) if other in rotated), len(origins)))
+        if head is None or module in rotated and origins[: head.size] != [(module, row + n) for n in range(head.size)]:
+            raise _NotUnderstoodError(f"transformers reorders the rows of {name!r} when it loads and saves them")
+        heads.append(head)
+        origins = origins[head.size :]
+    pairings = {rotated[module].pairing for module in rotated if any(head in heads for head in rotated[module].heads)}
+    return ModuleRows(tuple(heads), next(iter(pairings - {None}), None))
+
+
 def _heads(
     name: str, dims: list[_Dim | None], scores: dict[int, _Score], attended: set[int]
 ) -> tuple[tuple[Head, ...], str | None]:
@@ -599,7 +672,7 @@ def _runs(dims: list[_Dim | None]) -> Iterator[list[_Dim | None]]:
     run: list[_Dim | None] = []
     for dim in dims:
         last = run[-1] if run else None
-        if run and ((dim is None) != (last is None) or dim is not None and (dim in run or dim[:2] != last[:2])):
+        if run and ((dim is None) != (last is None) or (dim is not None and (dim in run or dim[:2] != last[:2]))):
             yield run
             run = []
         run.append(dim)
