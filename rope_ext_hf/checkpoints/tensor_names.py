@@ -139,9 +139,10 @@ class TensorName:
     def parameter_of(self, module: str) -> str:
         """Return the name that the tensor has inside this module, such as "weight".
 
-        A parameter that stands in the attention module itself is a weight as well.
+        A parameter that stands in the attention module itself is a weight as well. A norm for several heads numbers its
+        parameters: "norms.0.".
         """
-        return "weight" if self.rest == module else self.rest.removeprefix(f"{module}.")
+        return "weight" if self.rest == module else re.sub(r"norms\.\d+\.", "", self.rest.removeprefix(f"{module}."))
 
 
 def parameter_kind(parameter: str) -> _ParameterKind:

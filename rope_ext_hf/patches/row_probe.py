@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
+from functools import lru_cache, partial
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ _TEXTS = 4
 _TOKENS = (11, 139)
 """The lengths of the texts: the second one where the first is too short for some weight to be used. They are prime, so
 that no size of a model is equal to one, and tell keys from dims."""
-_CODES, _CODES_AT_ONCE = 96, 16
+_CODES, _CODES_AT_ONCE = 64, 16
 """The number of signs in the code of a dim, and of codes that are followed at once, which takes memory."""
 _LIKE = 0.55
 """The correlation with the code of a dim from which on a row becomes that dim. Other rows stay below 0.45."""
@@ -166,6 +166,7 @@ def _probe_rows(config_class: type[Any], config: str, model_class: type[Any] | N
     if model is None:
         raise _NotUnderstoodError("no small model of its class can be built and run")
     kinds = kinds_of_layers(usual_values(config_class, config))
+    first = sorted(set(kinds))
     with warnings.catch_warnings(action="ignore"):
         try:
             try:
@@ -174,7 +175,9 @@ def _probe_rows(config_class: type[Any], config: str, model_class: type[Any] | N
                 layers, stack, pairing = _Probe(model, _TOKENS[1]).layers()
         except (TypeError, RuntimeError, ValueError, AttributeError, IndexError, KeyError) as error:
             raise _NotUnderstoodError(f"a small model of its class does not run: {one_line(error)}") from error
-    return ClassRows(tuple(layers[kind] for kind in kinds), stack, pairing)
+    # The small model has one layer of each kind, or all layers.
+    at = kinds if len(layers) == len(kinds) else [first.index(kind) for kind in kinds]
+    return ClassRows(tuple(layers[place] for place in at), stack, pairing)
 
 
 class _Dim(NamedTuple):
@@ -218,12 +221,14 @@ class _Probe:
 
     def layers(self) -> tuple[list[LayerRows], str, str]:
         """Return the rows of every layer of the small model, the path of the layers, and the pairing of its attention."""
-        scores, results = self._scores()
+        scores = self._scores()
         by_layer: dict[str, dict[int, _Score]] = defaultdict(dict)
         for number, score in enumerate(scores):
             by_layer[score.layer][number] = score
-        gradients = self._gradients(scores, results)
+        gradients = self._gradients(scores)
         rows = {layer: self._rows_of_layer(layer, of_layer, gradients) for layer, of_layer in by_layer.items()}
+        modules = {name.rpartition(".")[0] for rotated, _ in rows.values() for name in rotated}
+        attentions = sorted(modules - {""})
         pairings = {pairing for _, pairing in rows.values()}
         if len(pairings) != 1 or None in pairings:
             raise _NotUnderstoodError(
@@ -235,7 +240,7 @@ class _Probe:
         for number, _ in enumerate(self.model.get_submodule(stack).children()):
             path = f"{stack}.{number}"
             found = rows.pop(path, None)
-            layers.append(found[0] if found else self._as_saved(path, {}))
+            layers.append(self._as_saved(path, found[0] if found else {}, attentions))
         if rows:
             raise _NotUnderstoodError(f"layers of {stack!r} and {next(iter(rows))!r} rotate")
         return layers, stack, str(pairings.pop())
@@ -243,19 +248,19 @@ class _Probe:
     def _names(self, layer: str) -> tuple[str, ...]:
         return tuple(self.model.get_submodule(layer).state_dict())
 
-    def _run(self) -> Any:
+    def _run(self, texts: int) -> Any:
         draws = torch.Generator().manual_seed(0)
-        return self.model(input_ids=torch.randint(3, 128, (_TEXTS, self.tokens), generator=draws), use_cache=False)
+        vocabulary = min(128, self.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        ids = torch.randint(3, vocabulary, (texts, self.tokens), generator=draws)
+        return self.model(input_ids=ids, use_cache=False)
 
-    def _scores(self) -> tuple[list[_Score], list[Tensor]]:
-        """Return the products of queries and keys, and the result of every product at angle 0."""
+    def _scores(self) -> list[_Score]:
+        """Return the scores of queries and keys, by two forwards that differ in the angles only."""
         with torch.no_grad():
             with _rotating(self.slots, torch.zeros_like):
-                plain, _ = watched(self.model, self._run)
-            results = [product.out for product in plain]
+                plain = watched(self.model, partial(self._run, _TEXTS))
             with _rotating(self.slots, _angle):
-                rotated, _ = watched(self.model, self._run, dict(enumerate(results)))
-            runs = plain, rotated
+                rotated = watched(self.model, partial(self._run, _TEXTS), [product.out for product in plain])
         if [product.module for product in plain] != [product.module for product in rotated]:
             raise _NotUnderstoodError("what it computes depends on the angles in another way than by its scores")
         parts: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -272,14 +277,12 @@ class _Probe:
             raise _NotUnderstoodError("no product of queries and keys changes with the angles")
         scores = []
         for (module, dims), numbers in parts.items():
-            sides = [
-                _pairs(
-                    *(torch.cat([vectors(products[number]).flatten(0, -2) for number in numbers]) for products in runs)
-                )
-                for vectors in (_left, _right)
-            ]
+            sides = []
+            for vectors in (_left, _right):
+                before, after = ([vectors(products[number]) for number in numbers] for products in (plain, rotated))
+                sides.append(_pairs_of_heads(before, after))
             scores.append(_Score(self._layer_of(module), numbers, (sides[0], sides[1]), dims))
-        return scores, results
+        return scores
 
     def _check_used(self, layer: str, rotated: list[str], used: set[str]) -> None:
         """Check that all weights beside those that rotate were used: of one that was not, nothing is known.
@@ -299,14 +302,12 @@ class _Probe:
                 return ".".join(parts[: end + 1])
         raise _NotUnderstoodError(f"{path!r} is in no numbered layer")
 
-    def _gradients(self, scores: list[_Score], results: list[Tensor]) -> _Gradients:
+    def _gradients(self, scores: list[_Score]) -> _Gradients:
         """Return for every weight of the layers how its rows enter queries, keys and anything else."""
-        replaced = {
-            product: results[product].clone().requires_grad_() for score in scores for product in score.products
-        }
+        cut = [product for score in scores for product in score.products]
         layers = list(dict.fromkeys(score.layer for score in scores))
         with _rotating(self.slots, torch.zeros_like), _Recording(self.model, layers) as recording:
-            products, _ = watched(self.model, self._run, replaced)
+            products = watched(self.model, partial(self._run, 1), cut=cut)
         targets = recording.targets()
         dims: list[_Dim] = []
         sums: list[Tensor] = []
@@ -317,30 +318,33 @@ class _Probe:
                 dims += [_Dim(number, side, dim) for dim in range(score.dims)]
         total = torch.cat(sums)
         codes = 2.0 * torch.randint(0, 2, (_CODES, len(dims)), generator=torch.Generator().manual_seed(0)) - 1
-        tensors = [target.tensor for target in targets]
+        tensors = [tensor for target in targets for tensor in target.tensors]
         responses: list[list[Tensor | None]] = [[] for _ in targets]
         for some in codes.split(_CODES_AT_ONCE):
-            found = torch.autograd.grad(
-                total, tensors, some, retain_graph=True, allow_unused=True, is_grads_batched=True
+            found = iter(
+                torch.autograd.grad(total, tensors, some, retain_graph=True, allow_unused=True, is_grads_batched=True)
             )
-            for target, gradient, response in zip(targets, found, responses, strict=True):
-                response.append(None if gradient is None else target.by_row(gradient))
+            for target, response in zip(targets, responses, strict=True):
+                response.append(target.by_row(islice(found, len(target.tensors))))
+        leaves = [products[number].out for number in cut]
         ends = sum(out.float().square().sum() for out in recording.outputs)
-        beside = torch.autograd.grad(ends, [*tensors, *replaced.values()], allow_unused=True)
+        beside = torch.autograd.grad(ends, [*tensors, *leaves], allow_unused=True)
+        of_tensors = iter([None if gradient is None else gradient[None] for gradient in beside[: len(tensors)]])
+        by_row = [target.by_row(islice(of_tensors, len(target.tensors))) for target in targets]
         return _Gradients(
             dims=dims,
             codes=codes,
             targets=targets,
             responses=[_joined(response) for response in responses],
             used=recording.used,
-            beside=[None if g is None else t.by_row(g[None])[0] for t, g in zip(targets, beside, strict=False)],
-            attended={product for product, g in zip(replaced, beside[len(tensors) :], strict=True) if g is not None},
+            beside=[None if rows is None else rows[0] for rows in by_row],
+            attended={product for product, g in zip(cut, beside[len(tensors) :], strict=True) if g is not None},
         )
 
     def _rows_of_layer(
         self, layer: str, scores: dict[int, _Score], gradients: _Gradients
-    ) -> tuple[LayerRows, str | None]:
-        """Return the rows of one layer, and the pairing of its attention. `scores`: those of the layer, by number."""
+    ) -> tuple[dict[str, ModuleRows], str | None]:
+        """Return the rows of one layer that rotate, and the pairing of its attention. `scores`: those of the layer, by number."""
         rotated: dict[str, ModuleRows] = {}
         pairings: dict[bool, set[str]] = {True: set(), False: set()}
         covered: set[_Dim] = set()
@@ -360,14 +364,14 @@ class _Probe:
         own = pairings[True]
         if len(own) > 1:
             raise _NotUnderstoodError(f"{layer!r} rotates queries and keys in several pairings")
-        return self._as_saved(layer, rotated), next(iter(own), None)
+        return rotated, next(iter(own), None)
 
-    def _as_saved(self, layer: str, rotated: dict[str, ModuleRows]) -> LayerRows:
+    def _as_saved(self, layer: str, rotated: dict[str, ModuleRows], attentions: list[str]) -> LayerRows:
         """Return the rows of a layer, also by the names under which transformers saves them."""
         saved: dict[str, ModuleRows] = {}
         parts: dict[str, tuple[str, ...]] = {}
         names = list(self._names(layer))
-        for name, origins in saved_rows(self.model, layer, rotated).items():
+        for name, origins in saved_rows(self.model, layer, attentions).items():
             names.append(name)
             module = name.removesuffix(".weight")
             of_modules = tuple(dict.fromkeys(origin for origin, _ in origins if origin in rotated))
@@ -383,22 +387,25 @@ class _Target:
 
     Attributes:
         name: the path.
-        tensor: the output of the module, (..., rows), or the parameter, (rows, ...).
-        is_output: which of both it is.
+        tensors: the outputs of the module, one for each time that it ran, (..., rows); or the parameter, (rows, ...).
+        is_output: which of both they are.
     """
 
     name: str
-    tensor: Tensor
+    tensors: tuple[Tensor, ...]
     is_output: bool
 
-    def by_row(self, gradient: Tensor) -> Tensor:
-        """Return the derivatives with respect to a factor of each row, (n, rows), from n gradients of the tensor.
+    def by_row(self, gradients: Iterable[Tensor | None]) -> Tensor | None:
+        """Return the derivatives with respect to a factor of each row, (n, rows), from n gradients of each tensor.
 
-        `gradient`: (n, ...).
+        `gradients`: (n, ...) each; None for a tensor on which nothing depends. The result is None if all are.
         """
-        if self.is_output:
-            return (self.tensor.detach() * gradient).flatten(1, -2).sum(1)
-        return gradient.flatten(1)
+        rows = [
+            (tensor.detach() * gradient).flatten(1, -2).sum(1) if self.is_output else gradient.flatten(1)
+            for tensor, gradient in zip(self.tensors, gradients, strict=True)
+            if gradient is not None
+        ]
+        return sum(rows[1:], rows[0]) if rows else None
 
 
 @dataclass(frozen=True)
@@ -439,12 +446,12 @@ class _Gradients:
             becomes = [
                 dims[index] if sure else None for index, sure in zip(place.tolist(), direct.tolist(), strict=True)
             ]
-            turning = torch.tensor([dim in rotating for dim in becomes])
-            heads = _heads_by_side(Counter(becomes), rotating)
+            of_dim = Counter(becomes)
+            heads = _heads_by_side(of_dim, rotating)
             if heads is None:
                 continue
-            of_dim = Counter(becomes)
             becomes = [dim if dim and of_dim[dim] == heads[dim[:2]] else None for dim in becomes]
+            turning = torch.tensor([dim in rotating for dim in becomes])
             if beside is not None and bool((beside[turning].abs() > 1e-6 * beside.abs().max()).any()):
                 raise _NotUnderstoodError(
                     f"something else than queries and keys is computed from rows of {target.name!r} that rotate (values, "
@@ -461,9 +468,9 @@ def _heads_by_side(rows: Mapping[_Dim | None, int], rotating: set[_Dim]) -> dict
     heads: dict[tuple[int, int], int] = {}
     for side in {dim[:2] for dim in rotating}:
         counts = {rows.get(dim, 0) for dim in rotating if dim[:2] == side}
-        if len(counts) > 1:
+        if len(counts) > 1 and 0 not in counts:
             return None
-        heads[side] = counts.pop()
+        heads[side] = min(counts)
     return heads if any(heads.values()) else None
 
 
@@ -523,6 +530,23 @@ def _rotating(slots: Sequence[Slot], angle: Callable[[Tensor], Tensor]) -> Itera
         yield
 
 
+def _pairs_of_heads(before: list[Tensor], after: list[Tensor]) -> list[tuple[int, int]]:
+    """Return the two dims that each angle has mixed, from the operands of a few products before and after.
+
+    If the heads have factors of their own (Dory), each head is looked at alone: (texts, heads, tokens, dims).
+    """
+    try:
+        return _pairs(*(torch.cat([x.flatten(0, -2) for x in parts]) for parts in (before, after)))
+    except _NotUnderstoodError:
+        if any(x.ndim != 4 or x.shape[1:] != before[0].shape[1:] for x in before):
+            raise
+        heads = zip(torch.cat(before).unbind(1), torch.cat(after).unbind(1), strict=True)
+        first, *others = [_pairs(one.flatten(0, -2), other.flatten(0, -2)) for one, other in heads]
+        if any(other != first for other in others):
+            raise
+        return first
+
+
 def _pairs(before: Tensor, after: Tensor) -> list[tuple[int, int]]:
     """Return the two dims that each angle has mixed, from vectors (n, dims) before and after; none: nothing was rotated.
 
@@ -557,8 +581,7 @@ class _Recording:
 
     def __init__(self, model: nn.Module, layers: list[str]) -> None:
         self._model, self._layers = model, layers
-        self._computed: dict[str, Tensor] = {}
-        self._twice: set[str] = set()
+        self._computed: dict[str, list[Tensor]] = defaultdict(list)
         self.used: set[str] = set()
         self.outputs: list[Tensor] = []
         self._handles: list[Any] = []
@@ -580,9 +603,7 @@ class _Recording:
     def _keep(self, name: str, rows: int) -> Callable[[Any, Any, Any], None]:
         def keep(_: Any, __: Any, out: Any) -> None:
             if isinstance(out, Tensor) and out.requires_grad and out.shape[-1] == rows:
-                if name in self._computed:
-                    self._twice.add(name)
-                self._computed[name] = out
+                self._computed[name].append(out)
 
         return keep
 
@@ -592,13 +613,12 @@ class _Recording:
 
     def targets(self) -> list[_Target]:
         """Return the weights of the layers: outputs of projections, and all other parameters."""
-        computed = {name: out for name, out in self._computed.items() if name not in self._twice}
-        targets = [_Target(name, out, True) for name, out in computed.items()]
+        targets = [_Target(name, tuple(out), True) for name, out in self._computed.items()]
         for path in self._layers:
             for name, parameter in self._model.get_submodule(path).named_parameters(prefix=path):
                 module, _, kind = name.rpartition(".")
-                if module not in computed and kind != "bias" and parameter.requires_grad:
-                    targets.append(_Target(module if kind == "weight" else name, parameter, False))
+                if module not in self._computed and kind != "bias" and parameter.requires_grad:
+                    targets.append(_Target(module if kind == "weight" else name, (parameter,), False))
         return targets
 
 

@@ -16,23 +16,22 @@ from torch import Tensor, nn
 _LAYER = re.compile(r"(?:.*?\.)??\w+\.\d+\.(?P<inside>.+)")
 
 
-def saved_rows(model: nn.Module, layer: str, modules: Iterable[str]) -> dict[str, list[tuple[str, int]]]:
+def saved_rows(model: nn.Module, layer: str, attentions: Iterable[str]) -> dict[str, list[tuple[str, int]]]:
     """Return the tensors in the attention of a layer as transformers saves them, by their names inside the layer.
 
     Args:
         model: the model.
         layer: the path of the layer.
-        modules: the names of its modules that rotate, inside the layer.
+        attentions: the names that modules around rotated weights have inside layers of the model.
 
     Returns:
         For each row of each tensor, the name of the module that it is of, and its number there. It is empty where
         transformers saves everything under the names of the class.
     """
-    parents = {module.rpartition(".")[0] for module in modules}
     numbered: dict[str, Tensor] = {}
     origins: list[tuple[str, int]] = []
     for name, tensor in model.get_submodule(layer).state_dict().items():
-        if tensor.ndim and any(name.startswith(f"{parent}.") for parent in parents if parent):
+        if tensor.ndim and any(name.startswith(f"{attention}.") for attention in attentions):
             first, rows = len(origins), tensor.shape[0]
             numbers = torch.arange(first, first + rows, dtype=torch.float64)
             numbered[f"{layer}.{name}"] = numbers.reshape(-1, *[1] * (tensor.ndim - 1))

@@ -8,7 +8,7 @@ layer shows its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,7 @@ class Product:
         module: the path of the innermost module that computed it.
         left: the first operand, (..., dims), float; the dims are those that are summed over.
         right: the second operand, (..., dims), float; None for a linear layer, whose weight no rotation reaches.
-        out: the result, detached.
+        out: the result, detached; a leaf that requires gradients, if the product was cut.
     """
 
     module: str
@@ -59,12 +59,13 @@ class _Watch(TorchFunctionMode):
     Args:
         path: returns the path of the module that runs now.
         replaced: the results to give instead, by the number of the product.
+        cut: the numbers of products whose results are given without what they were computed from.
     """
 
-    def __init__(self, path: Callable[[], str], replaced: Mapping[int, Tensor]) -> None:
+    def __init__(self, path: Callable[[], str], replaced: Mapping[int, Tensor], cut: Container[int]) -> None:
         super().__init__()
         self.products: list[Product] = []
-        self._path, self._replaced = path, replaced
+        self._path, self._replaced, self._cut = path, replaced, cut
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -79,21 +80,28 @@ class _Watch(TorchFunctionMode):
         left, right = (x if x is None else x.clone() for x in operands)
         out = func(*args, **kwargs)
         number = len(self.products)
-        self.products.append(Product(self._path(), left, right, out.detach().clone()))
+        result = out.detach().clone()
+        self.products.append(Product(self._path(), left, right, result))
+        if number in self._cut:
+            return result.requires_grad_().clone()
         return self._replaced[number].clone() if number in self._replaced else out
 
 
 def watched(
-    model: nn.Module, run: Callable[[], Any], replaced: Mapping[int, Tensor] | None = None
-) -> tuple[list[Product], Any]:
-    """Return the products that a model computes while `run` runs it, and what `run` returns.
+    model: nn.Module, run: Callable[[], object], replaced: Sequence[Tensor] = (), cut: Container[int] = ()
+) -> list[Product]:
+    """Return the products that a model computes while `run` runs it.
 
-    `replaced`: results to give instead of those computed, by the number of the product.
+    Args:
+        model: the model.
+        run: runs it.
+        replaced: results to give instead of those of the first products.
+        cut: the numbers of products whose results are given as leaves, on which gradients end.
     """
     path: list[str] = []
-    with _paths(model, path), _Watch(lambda: path[-1] if path else "", replaced or {}) as watch:
-        out = run()
-    return watch.products, out
+    with _paths(model, path), _Watch(lambda: path[-1] if path else "", dict(enumerate(replaced)), cut) as watch:
+        run()
+    return watch.products
 
 
 @contextmanager

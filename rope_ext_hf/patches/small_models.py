@@ -28,8 +28,8 @@ _HEADS = 4
 _TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": _VOCABULARY}
 _INITIALIZER_RANGE = 0.2
 """The standard deviation of random weights; with the usual 0.02, attention would weigh all keys almost alike."""
-_MOST_PARAMETERS = 50_000_000
-"""A model with more parameters is not built. It is larger where its class has sizes that `stand_in` does not reduce."""
+_MOST_PARAMETERS, _MOST_WITH_ALL_HEADS = 50_000_000, 400_000_000
+"""A model with more parameters is not built. It is larger where its class has sizes that are not reduced here."""
 
 
 def small_model(
@@ -50,11 +50,12 @@ def small_model(
     # Keys that a family names in its own way, such as n_head, get the usual names, and back at the end.
     values = usual_values(config_class, config)
     own_names: Mapping[str, str] = getattr(config_class, "attribute_map", {})
+    most = _MOST_WITH_ALL_HEADS if heads else _MOST_PARAMETERS
     for changes in _sizes(values, heads=heads):
         try:
             sizes = _small(values) | changes()
             small = config_class(**{own_names.get(key, key): value for key, value in sizes.items()})
-            if sum(parameter.numel() for parameter in empty_model(small).parameters()) > _MOST_PARAMETERS:
+            if sum(parameter.numel() for parameter in empty_model(small).parameters()) > most:
                 continue
             model = _random_model(small, model_class)
             with torch.no_grad(), warnings.catch_warnings(action="ignore"):
@@ -78,10 +79,10 @@ def _sizes(values: _Values, *, heads: bool) -> Iterator[Callable[[], dict[str, A
     Some classes want the number of heads that they have, the width, or the number of layers, by which they count their
     kinds.
     """
-    narrow = _narrower if heads else _fewer_heads
-    yield lambda: narrow(values) | _fewer_layers(values)
+    narrow, short = (_narrower, _one_layer_of_each_kind) if heads else (_fewer_heads, _fewer_layers)
+    yield lambda: narrow(values) | short(values)
     yield lambda: narrow(values)
-    yield lambda: _fewer_layers(values)
+    yield lambda: short(values)
     yield dict
 
 
@@ -158,6 +159,18 @@ def _fewer_layers(values: _Values) -> dict[str, Any]:
     if isinstance(by_layer, Mapping):
         fewer["per_layer_config"] = {key: value for key, value in by_layer.items() if int(key) < count}
     return fewer
+
+
+def _one_layer_of_each_kind(values: _Values) -> dict[str, Any]:
+    """Return the config values that keep the first layer of each kind, in their order."""
+    kept = sorted(set(kinds_of_layers(values)))
+    chosen: dict[str, Any] = {key: [items[layer] for layer in kept] for key, items in _lists_by_layer(values).items()}
+    chosen |= {key: len(kept) for key in LAYER_COUNTS if key in values}
+    by_layer = values.get("per_layer_config")
+    if isinstance(by_layer, Mapping):
+        own = {int(layer): value for layer, value in by_layer.items()}
+        chosen["per_layer_config"] = {place: own[layer] for place, layer in enumerate(kept) if layer in own}
+    return chosen
 
 
 def kinds_of_layers(values: _Values) -> tuple[int, ...]:
