@@ -18,8 +18,8 @@ class ProbedLayouts:
         attentions: the names of its attention modules, if they are not usual ones.
         layers: for each layer the row layouts in its attention module, by the modules inside it; empty without RoPE.
         unrotated: the modules and parameters inside an attention module whose rows do not rotate in any layer.
-        parts: for tensors that transformers saves under other names than the class has, the modules that they hold: both
-            by the names that they have inside a layer.
+        parts: for tensors that transformers saves under other names than the class has, the modules that they hold:
+            both by the names that they have inside a layer.
 
     Raises:
         UnsupportedModelError: queries and keys are not computed in a module apart.

@@ -36,7 +36,6 @@ from rope_ext_hf.patches.family_settings import (
 from rope_ext_hf.patches.model_classes import class_of_part
 from rope_ext_hf.patches.row_probe import probe_rows
 
-
 _IN_LAYER = re.compile(r"\w+\.(?P<layer>\d+)\.(?P<inside>.+)")
 """The place of a module: the number of its layer, and its name inside the layer."""
 

@@ -3,14 +3,14 @@
     rows = probe_rows(config)
     rows.layers[0].rotated["q_proj"]        # its heads, in the order in which their rows are stored
 
-No name of a module or a config key is known here, and no class is changed. The small model has as many heads of the same
-size as the config states, few layers and a small width. Three forwards over a few tokens show everything:
+No name of a module is known here, and no class is changed. The small model has as many heads of the same size as the
+config states, few layers and a small width. Three forwards over a few tokens show everything:
 
 1. at angle 0;
-2. with an angle of its own for every pair of dims. The products whose operands differ are the scores of queries and keys
-   (`score_products`), and the dims that differ show which two of them each angle has mixed;
-3. at angle 0 with gradients. Every dim of the queries and the keys gets a random code of signs, and the gradient of a row
-   of a weight shows the code of the dim that the row becomes. Norms, which mix the rows a little, do not hide it.
+2. with an angle of its own for every pair of dims. The products whose operands differ are the scores of queries and
+   keys (`score_products`), and the dims that differ show which two of them each angle has mixed;
+3. at angle 0 with gradients. Every dim of the queries and the keys gets a random code of signs, and the gradient of a
+   row of a weight shows the code of the dim that the row becomes. Norms, which mix the rows a little, do not hide it.
 
 Rows from which anything else is computed too (values that are the keys) cannot be moved, and are refused.
 """
@@ -21,7 +21,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
@@ -139,8 +139,8 @@ def probe_rows(config: Any, model_class: type[Any] | None = None) -> ClassRows:
         return _probe_rows(type(config), config.to_json_string(use_diff=False), model_class)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"which rows of the weights of {config.model_type!r} rotate could not be found out: {error}. Such a model can "
-            "be patched where `rope-ext describe` shows it, and not converted"
+            f"which rows of the weights of {config.model_type!r} rotate could not be found out: {error}. Without that, "
+            "they cannot be converted, and their pairing cannot be detected; a patch does not need it"
         ) from error
 
 
@@ -162,22 +162,32 @@ def run_pairing(config: Any, model_class: type[Any] | None = None) -> str | None
 
 @lru_cache(maxsize=64)
 def _probe_rows(config_class: type[Any], config: str, model_class: type[Any] | None) -> ClassRows:
-    model = small_model(config_class, config, model_class, heads=True)
-    if model is None:
-        raise _NotUnderstoodError("no small model of its class can be built and run")
     kinds = kinds_of_layers(usual_values(config_class, config))
     first = sorted(set(kinds))
+    rows = _rows_of_small(config_class, config, model_class, all_layers=False)
+    if len(rows.layers) == len(kinds):
+        return rows
+    if len(rows.layers) == len(first):
+        return replace(rows, layers=tuple(rows.layers[first.index(kind)] for kind in kinds))
+    # The class makes another number of layers than the config states: it runs each several times, for example.
+    return _rows_of_small(config_class, config, model_class, all_layers=True)
+
+
+def _rows_of_small(
+    config_class: type[Any], config: str, model_class: type[Any] | None, *, all_layers: bool
+) -> ClassRows:
+    """Return the rows that rotate in a small model; `all_layers`: it has all layers, else one of each kind."""
+    model = small_model(config_class, config, model_class, heads=True, layers=all_layers)
+    if model is None:
+        raise _NotUnderstoodError("no small model of its class can be built and run")
     with warnings.catch_warnings(action="ignore"):
         try:
             try:
-                layers, stack, pairing = _Probe(model, _TOKENS[0]).layers()
+                return _Probe(model, _TOKENS[0]).rows()
             except _TooShortError:
-                layers, stack, pairing = _Probe(model, _TOKENS[1]).layers()
+                return _Probe(model, _TOKENS[1]).rows()
         except (TypeError, RuntimeError, ValueError, AttributeError, IndexError, KeyError) as error:
             raise _NotUnderstoodError(f"a small model of its class does not run: {one_line(error)}") from error
-    # The small model has one layer of each kind, or all layers.
-    at = kinds if len(layers) == len(kinds) else [first.index(kind) for kind in kinds]
-    return ClassRows(tuple(layers[place] for place in at), stack, pairing)
 
 
 class _Dim(NamedTuple):
@@ -215,12 +225,13 @@ class _Probe:
     def __init__(self, model: nn.Module, tokens: int) -> None:
         self.model = model
         self.tokens = tokens
+        self.computed_by: list[str] = []  # the module of each product of a forward
         self.slots = find_slots(model)
         with suppress(AttributeError, ValueError):
             model.set_attn_implementation("eager")  # type: ignore[operator]
 
-    def layers(self) -> tuple[list[LayerRows], str, str]:
-        """Return the rows of every layer of the small model, the path of the layers, and the pairing of its attention."""
+    def rows(self) -> ClassRows:
+        """Return the rows that rotate in the small model."""
         scores = self._scores()
         by_layer: dict[str, dict[int, _Score]] = defaultdict(dict)
         for number, score in enumerate(scores):
@@ -243,7 +254,7 @@ class _Probe:
             layers.append(self._as_saved(path, found[0] if found else {}, attentions))
         if rows:
             raise _NotUnderstoodError(f"layers of {stack!r} and {next(iter(rows))!r} rotate")
-        return layers, stack, str(pairings.pop())
+        return ClassRows(tuple(layers), stack, str(pairings.pop()))
 
     def _names(self, layer: str) -> tuple[str, ...]:
         return tuple(self.model.get_submodule(layer).state_dict())
@@ -275,6 +286,7 @@ class _Probe:
             parts[before.module, before.left.shape[-1]].append(number)
         if not parts:
             raise _NotUnderstoodError("no product of queries and keys changes with the angles")
+        self.computed_by = [product.module for product in plain]
         scores = []
         for (module, dims), numbers in parts.items():
             sides = []
@@ -306,15 +318,17 @@ class _Probe:
         """Return for every weight of the layers how its rows enter queries, keys and anything else."""
         cut = [product for score in scores for product in score.products]
         layers = list(dict.fromkeys(score.layer for score in scores))
-        with _rotating(self.slots, torch.zeros_like), _Recording(self.model, layers) as recording:
-            products = watched(self.model, partial(self._run, 1), cut=cut)
+        for texts in (1, _TEXTS):
+            with _rotating(self.slots, torch.zeros_like), _Recording(self.model, layers) as recording:
+                products = watched(self.model, partial(self._run, texts), cut=cut)
+            if [product.module for product in products] == self.computed_by:
+                break  # else it computes something for each text on its own, and the products are numbered otherwise
         targets = recording.targets()
         dims: list[_Dim] = []
         sums: list[Tensor] = []
         for number, score in enumerate(scores):
             for side, vectors in enumerate((_left, _right)):
-                operand = torch.cat([vectors(products[product]).flatten(0, -2) for product in score.products])
-                sums.append((operand * operand.detach()).sum(0))
+                sums.append(sum(_shares(vectors(products[product])) for product in score.products))  # type: ignore[arg-type]
                 dims += [_Dim(number, side, dim) for dim in range(score.dims)]
         total = torch.cat(sums)
         codes = 2.0 * torch.randint(0, 2, (_CODES, len(dims)), generator=torch.Generator().manual_seed(0)) - 1
@@ -344,7 +358,10 @@ class _Probe:
     def _rows_of_layer(
         self, layer: str, scores: dict[int, _Score], gradients: _Gradients
     ) -> tuple[dict[str, ModuleRows], str | None]:
-        """Return the rows of one layer that rotate, and the pairing of its attention. `scores`: those of the layer, by number."""
+        """Return the rows of one layer that rotate, and the pairing of its attention.
+
+        `scores`: those of the layer, by number.
+        """
         rotated: dict[str, ModuleRows] = {}
         pairings: dict[bool, set[str]] = {True: set(), False: set()}
         covered: set[_Dim] = set()
@@ -357,8 +374,9 @@ class _Probe:
         for number, score in scores.items():
             for side in (0, 1):
                 if not all(_Dim(number, side, dim) in covered for dim in score.pair_of(side)):
+                    vectors = ("queries", "keys")[side]
                     raise _NotUnderstoodError(
-                        f"no weight of {layer!r} has a row for every dim of its {('queries', 'keys')[side]} that rotates"
+                        f"no weight of {layer!r} has a row for every rotated dim of its {vectors}"
                     )
         self._check_used(layer, list(rotated), gradients.used)
         own = pairings[True]
@@ -454,8 +472,8 @@ class _Gradients:
             turning = torch.tensor([dim in rotating for dim in becomes])
             if beside is not None and bool((beside[turning].abs() > 1e-6 * beside.abs().max()).any()):
                 raise _NotUnderstoodError(
-                    f"something else than queries and keys is computed from rows of {target.name!r} that rotate (values, "
-                    "for example), so that its rows cannot be moved alone"
+                    f"something else than queries and keys is computed from rows of {target.name!r} that rotate "
+                    "(values, for example), so that its rows cannot be moved alone"
                 )
             yield target, becomes
 
@@ -477,6 +495,15 @@ def _heads_by_side(rows: Mapping[_Dim | None, int], rotating: set[_Dim]) -> dict
 def _joined(parts: list[Tensor | None]) -> Tensor | None:
     tensors = [part for part in parts if part is not None]
     return torch.cat(tensors) if tensors else None
+
+
+def _shares(vectors: Tensor) -> Tensor:
+    """Return a sum for each dim, (dims,), to which every row of a weight that becomes the dim contributes alike.
+
+    `vectors`: (..., n, dims).
+    """
+    fixed = vectors.detach()
+    return (vectors * fixed / fixed.square().sum(-2, keepdim=True).clamp(min=1e-30)).flatten(0, -2).sum(0)
 
 
 def _left(product: Product) -> Tensor:
@@ -548,9 +575,9 @@ def _pairs_of_heads(before: list[Tensor], after: list[Tensor]) -> list[tuple[int
 
 
 def _pairs(before: Tensor, after: Tensor) -> list[tuple[int, int]]:
-    """Return the two dims that each angle has mixed, from vectors (n, dims) before and after; none: nothing was rotated.
+    """Return the two dims that each angle has mixed, from vectors (n, dims) before and after.
 
-    A factor of a dim after the rotation does not matter.
+    The list is empty if nothing was rotated. A factor of a dim after the rotation does not matter.
     """
     one, other = before.double(), after.double()
     dims = (one != other).any(0).nonzero().flatten()
@@ -644,10 +671,14 @@ def _joined_rows(name: str, origins: list[tuple[str, int]], rotated: dict[str, M
         module, row = origins[0]
         if module in rotated:
             starts = accumulate((head.size for head in rotated[module].heads), initial=0)
-            head = next((head for head, start in zip(rotated[module].heads, starts, strict=False) if start == row), None)
+            head = next(
+                (head for head, start in zip(rotated[module].heads, starts, strict=False) if start == row), None
+            )
         else:
             head = Head(next((at for at, (other, _) in enumerate(origins) if other in rotated), len(origins)))
-        if head is None or module in rotated and origins[: head.size] != [(module, row + n) for n in range(head.size)]:
+        if head is None or (
+            module in rotated and origins[: head.size] != [(module, row + n) for n in range(head.size)]
+        ):
             raise _NotUnderstoodError(f"transformers reorders the rows of {name!r} when it loads and saves them")
         heads.append(head)
         origins = origins[head.size :]

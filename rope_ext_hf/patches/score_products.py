@@ -1,8 +1,8 @@
 """Find the products in a forward whose operands a rotation reaches first: those of queries and keys.
 
 `watched` runs a model and sees every matrix product, in attention of any class: `matmul`, `bmm`, `einsum`,
-`scaled_dot_product_attention`. Two runs that differ only in the angles of the rotary module differ first in the scores of
-queries and keys. The second run is given the scores of the first one, so that nothing after them differs, and every
+`scaled_dot_product_attention`. Two runs that differ only in the angles of the rotary module differ first in the scores
+of queries and keys. The second run is given the scores of the first one, so that nothing after them differs, and every
 layer shows its own.
 """
 

@@ -33,7 +33,12 @@ _MOST_PARAMETERS, _MOST_WITH_ALL_HEADS = 50_000_000, 400_000_000
 
 
 def small_model(
-    config_class: type[Any], config: str, model_class: type[Any] | None = None, *, heads: bool = False
+    config_class: type[Any],
+    config: str,
+    model_class: type[Any] | None = None,
+    *,
+    heads: bool = False,
+    layers: bool = False,
 ) -> PreTrainedModel | None:
     """Return a small random model for a config, of its class and kinds of layers; None if none can be built.
 
@@ -42,7 +47,9 @@ def small_model(
         config: the config as JSON, with all its values.
         model_class: the class of the model; None: the one that transformers loads for the config.
         heads: whether the model keeps the number of heads and the width of compressed keys and values, so that its
-            projections have as many rows as those of the config. Else it has few heads, of the same size.
+            projections have as many rows as those of the config, and one layer of each kind. Else it has few heads, of
+            the same size, and its first layers, as many as hold every kind.
+        layers: whether it keeps all layers.
 
     Returns:
         The model, float32 in eval mode on the CPU. It is a new one at every call, with the same weights.
@@ -51,11 +58,13 @@ def small_model(
     values = usual_values(config_class, config)
     own_names: Mapping[str, str] = getattr(config_class, "attribute_map", {})
     most = _MOST_WITH_ALL_HEADS if heads else _MOST_PARAMETERS
-    for changes in _sizes(values, heads=heads):
+    for changes in _sizes(values, heads=heads, layers=layers):
         try:
             sizes = _small(values) | changes()
             small = config_class(**{own_names.get(key, key): value for key, value in sizes.items()})
-            if sum(parameter.numel() for parameter in empty_model(small).parameters()) > most:
+            with torch.device("meta"):
+                empty = empty_model(small) if model_class is None else model_class._from_config(small)
+            if sum(parameter.numel() for parameter in empty.parameters()) > most:
                 continue
             model = _random_model(small, model_class)
             with torch.no_grad(), warnings.catch_warnings(action="ignore"):
@@ -73,16 +82,18 @@ def usual_values(config_class: type[Any], config: str) -> dict[str, Any]:
     return {usual_names.get(key, key): value for key, value in values.items()}
 
 
-def _sizes(values: _Values, *, heads: bool) -> Iterator[Callable[[], dict[str, Any]]]:
+def _sizes(values: _Values, *, heads: bool, layers: bool) -> Iterator[Callable[[], dict[str, Any]]]:
     """Yield the changes of sizes to try, those of the smallest model first.
 
     Some classes want the number of heads that they have, the width, or the number of layers, by which they count their
     kinds.
     """
     narrow, short = (_narrower, _one_layer_of_each_kind) if heads else (_fewer_heads, _fewer_layers)
-    yield lambda: narrow(values) | short(values)
+    if not layers:
+        yield lambda: narrow(values) | short(values)
     yield lambda: narrow(values)
-    yield lambda: short(values)
+    if not layers:
+        yield lambda: short(values)
     yield dict
 
 
