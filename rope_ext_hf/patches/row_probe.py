@@ -136,7 +136,7 @@ def probe_rows(config: Any, model_class: type[Any] | None = None) -> ClassRows:
         UnsupportedModelError: the small model cannot be built or run, or what it computes is not understood.
     """
     try:
-        return _probe_rows(type(config), config.to_json_string(use_diff=False), model_class)
+        return _probe_rows(type(config), config.to_json_string(use_diff=False), model_class)  # type: ignore[arg-type]
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"which rows of the weights of {config.model_type!r} rotate could not be found out: {error}. Without that, "
@@ -291,8 +291,8 @@ class _Probe:
         for (module, dims), numbers in parts.items():
             sides = []
             for vectors in (_left, _right):
-                before, after = ([vectors(products[number]) for number in numbers] for products in (plain, rotated))
-                sides.append(_pairs_of_heads(before, after))
+                operands = [[vectors(products[number]) for number in numbers] for products in (plain, rotated)]
+                sides.append(_pairs_of_heads(*operands))
             scores.append(_Score(self._layer_of(module), numbers, (sides[0], sides[1]), dims))
         return scores
 
@@ -334,14 +334,14 @@ class _Probe:
         codes = 2.0 * torch.randint(0, 2, (_CODES, len(dims)), generator=torch.Generator().manual_seed(0)) - 1
         tensors = [tensor for target in targets for tensor in target.tensors]
         responses: list[list[Tensor | None]] = [[] for _ in targets]
-        for some in codes.split(_CODES_AT_ONCE):
+        for some in torch.split(codes, _CODES_AT_ONCE):
             found = iter(
                 torch.autograd.grad(total, tensors, some, retain_graph=True, allow_unused=True, is_grads_batched=True)
             )
             for target, response in zip(targets, responses, strict=True):
                 response.append(target.by_row(islice(found, len(target.tensors))))
         leaves = [products[number].out for number in cut]
-        ends = sum(out.float().square().sum() for out in recording.outputs)
+        ends = torch.stack([out.float().square().sum() for out in recording.outputs]).sum()
         beside = torch.autograd.grad(ends, [*tensors, *leaves], allow_unused=True)
         of_tensors = iter([None if gradient is None else gradient[None] for gradient in beside[: len(tensors)]])
         by_row = [target.by_row(islice(of_tensors, len(target.tensors))) for target in targets]
@@ -723,7 +723,8 @@ def _runs(dims: list[_Dim | None]) -> Iterator[list[_Dim | None]]:
     run: list[_Dim | None] = []
     for dim in dims:
         last = run[-1] if run else None
-        if run and ((dim is None) != (last is None) or (dim is not None and (dim in run or dim[:2] != last[:2]))):
+        same = dim is last if dim is None or last is None else dim[:2] == last[:2] and dim not in run
+        if run and not same:
             yield run
             run = []
         run.append(dim)

@@ -77,7 +77,7 @@ class _Watch(TorchFunctionMode):
         if operands is None:
             return func(*args, **kwargs)
         # Copies, because some classes go on to write into a tensor.
-        left, right = (x if x is None else x.clone() for x in operands)
+        left, right = operands[0].clone(), None if operands[1] is None else operands[1].clone()
         out = func(*args, **kwargs)
         number = len(self.products)
         result = out.detach().clone()
@@ -99,7 +99,8 @@ def watched(
         cut: the numbers of products whose results are given as leaves, on which gradients end.
     """
     path: list[str] = []
-    with _paths(model, path), _Watch(lambda: path[-1] if path else "", dict(enumerate(replaced)), cut) as watch:
+    watch = _Watch(lambda: path[-1] if path else "", dict(enumerate(replaced)), cut)
+    with _paths(model, path), watch:
         run()
     return watch.products
 
