@@ -54,7 +54,7 @@ _ROUNDING = 1e-8
 
 
 @dataclass(frozen=True)
-class Head:
+class _Head:
     """Consecutive rows of a weight: one head, or rows that are of no head.
 
     Attributes:
@@ -79,7 +79,7 @@ class ModuleRows:
         pairing: "half" or "interleaved"; None: its heads rotate one pair only, so that both are the same.
     """
 
-    heads: tuple[Head, ...]
+    heads: tuple[_Head, ...]
     pairing: str | None
 
 
@@ -666,7 +666,7 @@ def _joined_rows(name: str, origins: list[tuple[str, int]], rotated: dict[str, M
 
     `origins`: for each row the module that it is of, and its number there.
     """
-    heads: list[Head] = []
+    heads: list[_Head] = []
     while origins:
         module, row = origins[0]
         if module in rotated:
@@ -675,7 +675,7 @@ def _joined_rows(name: str, origins: list[tuple[str, int]], rotated: dict[str, M
                 (head for head, start in zip(rotated[module].heads, starts, strict=False) if start == row), None
             )
         else:
-            head = Head(next((at for at, (other, _) in enumerate(origins) if other in rotated), len(origins)))
+            head = _Head(next((at for at, (other, _) in enumerate(origins) if other in rotated), len(origins)))
         if head is None or (
             module in rotated and origins[: head.size] != [(module, row + n) for n in range(head.size)]
         ):
@@ -688,21 +688,21 @@ def _joined_rows(name: str, origins: list[tuple[str, int]], rotated: dict[str, M
 
 def _heads(
     name: str, dims: list[_Dim | None], scores: dict[int, _Score], attended: set[int]
-) -> tuple[tuple[Head, ...], str | None]:
+) -> tuple[tuple[_Head, ...], str | None]:
     """Return the heads of a weight and their pairing, from the dim that each of its rows becomes."""
-    heads: list[Head] = []
+    heads: list[_Head] = []
     pairings: set[str] = set()
     for run in _runs(dims):
         first = run[0]
         if first is None:
-            heads.append(Head(len(run)))
+            heads.append(_Head(len(run)))
             continue
         pair_of = scores[first.score].pair_of(first.side)
         numbers = [None if dim is None else pair_of.get(dim.dim) for dim in run]
         turning = [place for place, number in enumerate(numbers) if number is not None]
         side = ("" if attended.intersection(scores[first.score].products) else "index_") + "qk"[first.side]
         if not turning:
-            heads.append(Head(len(run)))
+            heads.append(_Head(len(run)))
             continue
         start, count = turning[0], len(turning)
         order = numbers[start : start + count]
@@ -710,7 +710,7 @@ def _heads(
         fitting = {pairing for pairing, expected in arranged.items() if expected == order}
         if not fitting or count != len(pair_of):
             raise _NotUnderstoodError(f"the rows of a head of {name!r} that rotate are in no order that is known here")
-        heads.append(Head(len(run), count, start, side))
+        heads.append(_Head(len(run), count, start, side))
         if len(fitting) == 1:
             pairings |= fitting
     if len(pairings) > 1:

@@ -49,10 +49,6 @@ class Product:
     out: Tensor
 
 
-class ProductsDifferError(RuntimeError):
-    """The error for a forward that computes other products than the one before it."""
-
-
 class _Watch(TorchFunctionMode):
     """Records every product, and replaces the results of some.
 
