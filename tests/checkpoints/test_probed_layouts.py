@@ -160,7 +160,7 @@ def test_its_rows_are_found() -> None:
     assert rows.find("blocks.0.mixer.wide.weight", (128, 64)) == FUSED
     assert rows.find("blocks.0.mixer.wide.bias", (128,)) == FUSED
     assert rows.find("blocks.0.mixer.back.weight", (64, 64)) is None
-    with pytest.raises(rope.CheckpointError, match="whose class has no such tensor"):
+    with pytest.raises(rope.CheckpointError, match="neither its class nor the family table has such a tensor"):
         rows.find("blocks.0.mixer.other.weight", (64, 64))
 
 

@@ -92,7 +92,7 @@ PACKED = "packs several rows into one number"
     ("name", "shape", "message"),
     [
         ("q_norm.weight", (16,), "whether its rows rotate; known: q_proj, k_proj, v_proj, o_proj"),
-        ("W_pack.weight", (384, 128), "whose class has no such tensor"),
+        ("W_pack.weight", (384, 128), "neither its class nor the family table has such a tensor"),
         ("q_proj.vera_lambda_b", (128,), "'vera_lambda_b' is not a known kind of parameter"),
         ("k_proj.ia3_l", (32, 1), "'ia3_l' is not a known kind of parameter"),
         ("k_proj.weight", (128, 128), "by the config 32 rows; config and weights disagree"),
@@ -119,7 +119,7 @@ def test_what_is_not_known_is_refused(name: str, shape: tuple[int, ...], message
     ["model.attn.w_q.weight", "encoder.block.1.attention.self.query.weight", "model.blocks.0.attn.Wqkv.weight"],
 )
 def test_no_attention_is_passed_by_silently(name: str) -> None:
-    with pytest.raises(rope.CheckpointError, match="whose class has no such tensor"):
+    with pytest.raises(rope.CheckpointError, match="neither its class nor the family table has such a tensor"):
         rows().find(name, (128, 128))
 
 
