@@ -111,7 +111,8 @@ class RotaryTensors:
         if module is None:
             raise CheckpointError(
                 f"{tensor!r} belongs to an attention module of {self.model_type!r}, and neither its class nor the "
-                f"family table has such a tensor, so that it is unknown whether its rows rotate; known: {', '.join([*self.modules, *self.unrotated])}. "
+                "family table has such a tensor, so that it is unknown whether its rows rotate; known: "
+                f"{', '.join([*self.modules, *self.unrotated])}. "
                 "Install the version of transformers that the checkpoint is for"
             )
         parameter = name.parameter_of(module)
