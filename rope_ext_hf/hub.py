@@ -35,7 +35,8 @@ from rope_ext_hf.patches.gguf_models import (
     way_out,
     with_gguf_file,
 )
-from rope_ext_hf.patches.loading import empty_model, find_config, from_pretrained, restore_patch
+from rope_ext_hf.patches.loading import find_config, from_pretrained, restore_patch
+from rope_ext_hf.patches.model_classes import empty_model
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:

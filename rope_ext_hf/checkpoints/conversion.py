@@ -153,7 +153,8 @@ class _PairingConversion(Conversion):
     def __init__(self, source: Source, dst: Path, to: str) -> None:
         self.source, self.to, self.layouts = source, to, source.layouts()
         self.folder, self.inputs, self.plan = source.folder, source.inputs, {"to": to}
-        loads_natively = class_pairing(source.config, after=to) == to
+        runs = class_pairing(source.config, after=to) or source.tensors.pairing
+        loads_natively = runs == to
         if not loads_natively:
             self.warnings = (
                 f"{str(dst)!r} holds weights in the {to} pairing, with which transformers does not run "

@@ -62,7 +62,7 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
     reorder(model, weights.tensors, to)
     set_pairing_switch(config, to)
     setattr(config, PAIRING_KEY, to)
-    runs = class_pairing(config)
+    runs = class_pairing(config) or weights.tensors.pairing
     if runs is not None and runs != to:
         warnings.warn(
             f"these weights are in the {to} pairing now, and {type(model).__name__} rotates in the {runs} pairing: "

@@ -6,6 +6,7 @@ the norms around them multiplied in, so that W_q W_k^T is the bilinear form of t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,15 +16,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rope_ext_hf.checkpoints.meta_source import MetaSource
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import loading
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.config import PAIRING_KEY
-from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import checkpoint_geometry, patch_geometry
-from rope_ext_hf.patches.loading import class_to_load, empty_model
+from rope_ext_hf.patches.model_classes import class_to_load, empty_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -136,7 +136,7 @@ class RotatedWeights:
         computed; None if there is no latent.
         """
         rows: dict[str, Tensor] = {}  # by side
-        gains: dict[str, Tensor] = {}  # of the norms of q and k, by side
+        gains: dict[str, list[Tensor]] = defaultdict(list)  # of the norms of q and k, by side
         latent: tuple[str, str] | None = None
         for module, layout in self.tensors.layouts_in(attention).items():
             if not any(block.side in sides for block in layout.blocks):
@@ -153,12 +153,17 @@ class RotatedWeights:
                 raise CheckpointError(f"a projection of queries or keys has shape {tuple(weight.shape)}; {_DISAGREE}")
             for block, heads in layout.heads(weight):
                 if block.rotary:
-                    (gains if is_norm else rows)[block.side] = heads.narrow(1, block.start, block.rotary)
+                    of_heads = heads.narrow(1, block.start, block.rotary)
+                    if is_norm:
+                        gains[block.side].append(of_heads)
+                    else:
+                        rows[block.side] = of_heads
         if not set(sides) <= set(rows):
             raise CheckpointError(
                 f"{attention!r} has no readable query and key weights: they are packed, or of an adapter"
             )
-        query, key = (rows[side] * gains.get(side, 1.0) for side in sides)
+        # One norm for all heads, or one for each of them (StableLM).
+        query, key = (rows[side] * torch.cat(gains[side]) if gains[side] else rows[side] for side in sides)
         return query, key, latent
 
     def _with_input_norm(self, attention: str, key: Tensor) -> Tensor:
@@ -250,15 +255,16 @@ class RotatedWeights:
 def weights_from_model(model: Any) -> RotatedWeights:
     """Return the rotated weights of a loaded model, which may be patched or under PEFT."""
     rotary = checkpoint_geometry(model)
+    rows = rotary_tensors(model, rotary)
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
     return RotatedWeights(
         path=model.name_or_path or type(model).__name__,
-        tensors=RotaryTensors(model.config, rotary.dim),
+        tensors=rows,
         rotary=rotary,
         norms=_norms(model),
         shapes={name: tensor.shape for name, tensor in tensors.items()},
         read=tensors.__getitem__,
-        stated=getattr(model.config, PAIRING_KEY, None) or class_pairing(model.config),
+        stated=getattr(model.config, PAIRING_KEY, None) or rows.pairing,
         load=lambda: model,
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rope_ext_hf.checkpoints.head_blocks import RowLayout, ScaleBlocks
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.rotary.pairing import other_pairing
@@ -58,7 +58,7 @@ def reordered(model: PreTrainedModel, to: str) -> Iterator[None]:
         model: a model of a family whose row layouts are known.
         to: the pairing inside the block, "half" or "interleaved"; outside, the rows are in the other one.
     """
-    rotated = _rotated_parameters(model, RotaryTensors(model.config, checkpoint_geometry(model).dim))
+    rotated = _rotated_parameters(model, rotary_tensors(model, checkpoint_geometry(model)))
     moved: list[tuple[Tensor, RowLayout | ScaleBlocks]] = []
     try:
         with torch.no_grad():

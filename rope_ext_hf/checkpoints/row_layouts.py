@@ -1,4 +1,4 @@
-"""The rows of a checkpoint's tensors that rotate, by the family table.
+"""The rows of a checkpoint's tensors that rotate, by a probe of its class, or by the family table.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4)
@@ -8,22 +8,36 @@
     >>> tensors.find("model.layers.0.mlp.up_proj.weight", (4096, 1024)) is None
     True
 
-A tensor of an attention module that the table does not list is an error, never a guess.
+A tensor of an attention module that the class does not have, and the table does not list, is an error, never a guess.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from rope_ext_hf.checkpoints.head_blocks import HeadBlock, RowLayout, ScaleBlocks
+from rope_ext_hf.checkpoints.probed_layouts import ProbedLayouts
 from rope_ext_hf.checkpoints.tensor_names import TensorName, is_scale, parameter_kind
-from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
-from rope_ext_hf.patches.families import KV_HEADS, ModuleRows, choose, family, rotates_back, rows_rotate
-from rope_ext_hf.patches.family_settings import LayerConfig, config_number, head_dim, supported_family
+from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.patches.families import KV_HEADS, ModuleRows, choose, family, rows_rotate
+from rope_ext_hf.patches.family_settings import (
+    LayerConfig,
+    class_pairing,
+    config_number,
+    head_dim,
+    supported_family,
+)
+from rope_ext_hf.patches.model_classes import class_of_part
+from rope_ext_hf.patches.row_probe import probe_rows
+
+_IN_LAYER = re.compile(r"\w+\.(?P<layer>\d+)\.(?P<inside>.+)")
+"""The place of a module: the number of its layer, and its name inside the layer."""
 
 
 class RotaryTensors:
@@ -32,37 +46,39 @@ class RotaryTensors:
     Args:
         config: the config, which may hold a text config.
         rotary_dim: rotated dims per head.
+        model_class: the class of the model with the text config; None: the one that transformers loads for it.
 
     Attributes:
         model_type: the family.
         layers: for each layer the row layouts in its attention module, by the modules inside it; empty without RoPE.
+        pairing: the pairing that the class runs, "half" or "interleaved"; None: the family table does not know it.
         unrotated: the modules and parameters inside an attention module whose rows do not rotate.
         renamed: names of modules in published checkpoints, and the names that the transformers class gives them.
         scale_rows: rows that share a scale, if the weights are quantised in blocks.
 
     Raises:
-        UnsupportedModelError: the family table does not say which tensors rotate.
+        UnsupportedModelError: it is not known which tensors rotate.
     """
 
-    def __init__(self, config: Any, rotary_dim: int) -> None:
+    def __init__(self, config: Any, rotary_dim: int, model_class: type[Any] | None = None) -> None:
         text = config.get_text_config()
         known = supported_family(text)
-        if rotates_back(text.model_type):
-            raise UnsupportedModelError(
-                f"the values of {text.model_type!r} are its keys; which columns of the weights after them move with "
-                "its rotated rows is not in the family table"
-            )
-        if not known.rotated:
-            raise UnsupportedModelError(
-                f"which tensors of {text.model_type!r} rotate is not in the family table; add it to "
-                "patches/families.toml"
-            )
         self.model_type = text.model_type
-        layers = range(int(config_number(text, "num_hidden_layers")))
-        self.layers = tuple(_layouts(text.model_type, LayerConfig(text, layer), rotary_dim) for layer in layers)
-        self.unrotated = tuple(known.unrotated)
         self.renamed = known.renamed
         self.scale_rows = _scale_rows(config)
+        self._attentions: tuple[str, ...] = ()
+        self._parts: Mapping[str, tuple[str, ...]] = {}
+        self._stack: str | None = None
+        if known.rotated:
+            layers = range(int(config_number(text, "num_hidden_layers")))
+            self.layers = tuple(_layouts(text.model_type, LayerConfig(text, layer), rotary_dim) for layer in layers)
+            self.pairing, self.unrotated = class_pairing(config), tuple(known.unrotated)
+            return
+        rows = probe_rows(text, model_class)
+        probed = ProbedLayouts(rows)
+        self.layers, self.pairing, self._attentions = probed.layers, rows.pairing, probed.attentions
+        self.unrotated, self._parts = (*probed.unrotated, *known.unrotated), probed.parts
+        self._stack = rows.stack.rpartition(".")[2]
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
@@ -74,7 +90,7 @@ class RotaryTensors:
 
         `attention`: the name of the attention module, such as `model.layers.0.self_attn`.
         """
-        name = TensorName.parse(f"{attention}.weight")
+        name = self._parse(f"{attention}.weight")
         return {} if name is None else self._of_layer(name, None)
 
     def stored_names(self, module: str) -> tuple[str, ...]:
@@ -88,15 +104,16 @@ class RotaryTensors:
             CheckpointError: the table does not list the tensor, its shape contradicts the config, or its rows cannot be
                 moved exactly.
         """
-        name = TensorName.parse(tensor)
+        name = self._parse(tensor)
         if name is None or any(map(name.is_in, self.unrotated)) or parameter_kind(name.rest) == "unrotated":
             return None
         module = self._stored_module(name)
         if module is None:
             raise CheckpointError(
-                f"{tensor!r} belongs to an attention module of {self.model_type!r}, and the family table does not list "
-                f"whether it rotates; listed: {', '.join([*self.modules, *self.unrotated])}. Add it to "
-                "patches/families.toml"
+                f"{tensor!r} belongs to an attention module of {self.model_type!r}, and neither its class nor the "
+                "family table has such a tensor, so that it is unknown whether its rows rotate; known: "
+                f"{', '.join([*self.modules, *self.unrotated])}. "
+                "Install the version of transformers that the checkpoint is for"
             )
         parameter = name.parameter_of(module)
         kind = parameter_kind(parameter)
@@ -152,13 +169,28 @@ class RotaryTensors:
         layer, _, last = attention.rpartition(".")
         return prefix, ".".join(filter(None, (layer, self.renamed.get(last, last), module)))
 
+    def held(self, tensor: str) -> tuple[str, set[str]] | None:
+        """Return what `locate` does, with all modules of the class that a tensor holds: several, where it joins them.
+
+        The layer has the name that it has in the class, too.
+        """
+        location = self.locate(tensor)
+        if location is None:
+            return None
+        prefix, path = location
+        match = _IN_LAYER.fullmatch(path)
+        if match is None or self._stack is None:
+            return prefix, {path}
+        inside = match["inside"]
+        return prefix, {f"{self._stack}.{match['layer']}.{part}" for part in self._parts.get(inside, (inside,))}
+
     def split_name(self, tensor: str, *, further: bool = False) -> tuple[str, str, str] | None:
         """Return what `locate` does, with attention and module apart: `model`, `layers.0.self_attn` and `q_proj`.
 
         The attention module is named as in the checkpoint. With `further`, only tensors in layers that predict further
         tokens have a result; without it, only all others.
         """
-        name = TensorName.parse(tensor)
+        name = self._parse(tensor)
         if name is None or self._is_further(name) != further:
             return None
         stored = self._stored_module(name)
@@ -170,6 +202,9 @@ class RotaryTensors:
             return None
         return name.prefix, name.attention_path, module
 
+    def _parse(self, tensor: str) -> TensorName | None:
+        return TensorName.parse(tensor, self._attentions)
+
     def _stored_module(self, name: TensorName) -> str | None:
         """Return the name, in the checkpoint, of the module with rotated rows that a tensor belongs to.
 
@@ -177,7 +212,7 @@ class RotaryTensors:
         """
         for module in self.modules:
             for stored in self.stored_names(module):
-                if name.rest.startswith(f"{stored}."):
+                if name.is_in(stored):
                     return stored
         return None
 
@@ -209,6 +244,14 @@ class RotaryTensors:
                 f"{self.model_type!r} rotate in different ways; remove the weights of further layers before converting"
             )
         return alike[0]
+
+
+def rotary_tensors(model: Any, rotary: Rotary) -> RotaryTensors:
+    """Return the layouts of rows in the tensors of a model, loaded or without weights.
+
+    `rotary`: the parameters of its rotary embedding.
+    """
+    return RotaryTensors(model.config, rotary.dim, class_of_part(model, model.config.get_text_config()))
 
 
 def _layouts(model_type: str, layer: LayerConfig, rotary_dim: int) -> dict[str, RowLayout]:

@@ -29,7 +29,8 @@ from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated, config_pairing, stated_rotary
 from rope_ext_hf.patches.geometry import checkpoint_geometry
-from rope_ext_hf.patches.loading import empty_model, load_config
+from rope_ext_hf.patches.loading import load_config
+from rope_ext_hf.patches.model_classes import class_of_part, empty_model
 from rope_ext_hf.rotary.pairing import PAIRINGS
 
 if TYPE_CHECKING:
@@ -79,18 +80,18 @@ class Source:
                 self.rotary = cast("Rotary", stated_rotary(self.config))  # the table has it for every such family
                 self.tensors = RotaryTensors(self.config, self.rotary.dim)
                 layers = range(len(self.tensors.layers))
-                modules = {f"{pattern.format(layer)}.{module}" for layer in layers for module in self.tensors.modules}
+                expected = {f"{pattern.format(layer)}.{module}" for layer in layers for module in self.tensors.modules}
             else:
                 from transformers import MODEL_MAPPING
 
                 part = text if type(text) in MODEL_MAPPING else self.config  # some text parts have no class
                 self.model = empty_model(part, trust_remote_code=trust_remote_code)
                 self.rotary = checkpoint_geometry(self.model)
-                self.tensors = RotaryTensors(self.config, self.rotary.dim)
-                located = map(self.tensors.locate, self.model.state_dict())
-                modules = {location[1] for location in located if location is not None}
-        self.expected = set[str]() if self.is_adapter else modules
-        self.pairing = pairing or config_pairing(self.config)
+                self.tensors = RotaryTensors(self.config, self.rotary.dim, class_of_part(self.model, text))
+                held = map(self.tensors.held, self.model.state_dict())
+                expected = set[str]().union(*(modules for _, modules in filter(None, held)))
+        self.expected = set[str]() if self.is_adapter else expected
+        self.pairing = pairing or config_pairing(self.config) or self.tensors.pairing
 
     @cached_property
     def view(self) -> TensorView:
@@ -115,10 +116,10 @@ class Source:
                     "cannot be reordered; convert a checkpoint in another dtype"
                 )
             layouts[name] = layout
-            location = self.tensors.locate(name)
-            if location is not None:
-                prefix, module = location
-                stacks.setdefault(prefix, set()).add(module)
+            held = self.tensors.held(name)
+            if held is not None:
+                prefix, modules = held
+                stacks.setdefault(prefix, set()).update(modules)
         if not stacks:
             raise CheckpointError(
                 f"no tensor in {str(self.folder)!r} has a name of a rotated module of {self.tensors.model_type!r}"

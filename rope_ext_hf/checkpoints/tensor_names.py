@@ -4,18 +4,18 @@
     >>> name.prefix, name.layer, name.attention, name.rest
     ('model', 'layers.0', 'self_attn', 'q_proj.lora_B.default.weight')
 
-`rest` is the name of a module inside the attention module, which the family table lists ("q_proj"), and of one of its
-parameters ("lora_B.default.weight"), whose kind `parameter_kind` tells.
+`rest` is the name of a module inside the attention module ("q_proj"), and of one of its parameters
+("lora_B.default.weight"), whose kind `parameter_kind` tells.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
-_ATTENTION = re.compile(
-    r"""
+_ATTENTION = r"""
     (?:(?P<prefix>.*?)\.)??                            # model; model.language_model; base_model.model.model
     (?:(?P<layer>\w+\.\d+(?:\.norm_attn_norm)?)\.)?    # layers.0; in DBRX blocks.0.norm_attn_norm
     (?P<attention>
@@ -23,9 +23,8 @@ _ATTENTION = re.compile(
         (?:\.\d+)?                                     # self_attn.0, if a layer has several
     )\.
     (?P<rest>.+)                                       # q_proj.weight
-    """,
-    re.VERBOSE,
-)
+    """
+_USUAL_NAMES = "self_attn|self_attention|attention|attn"
 _OTHER_MODALITIES = re.compile(
     r"""
     (^|\.)(
@@ -82,6 +81,12 @@ _PARAMETERS: tuple[tuple[_ParameterKind, re.Pattern[str]], ...] = (
 """The kinds of parameters and their names; the first pattern that matches the whole name decides."""
 
 
+@cache
+def _pattern(also: tuple[str, ...]) -> re.Pattern[str]:
+    """Return the pattern of names; `also`: other names of attention modules than the usual ones."""
+    return re.compile(_ATTENTION.replace(_USUAL_NAMES, "|".join([*map(re.escape, also), _USUAL_NAMES])), re.VERBOSE)
+
+
 @dataclass(frozen=True)
 class TensorName:
     """The name of a tensor in an attention module of a language model, divided into its parts.
@@ -101,9 +106,12 @@ class TensorName:
     rest: str
 
     @classmethod
-    def parse(cls, name: str) -> TensorName | None:
-        """Divide a name into its parts; None for a tensor outside the attention modules of a language model."""
-        match = _ATTENTION.fullmatch(name)
+    def parse(cls, name: str, also: tuple[str, ...] = ()) -> TensorName | None:
+        """Divide a name into its parts; None for a tensor outside the attention modules of a language model.
+
+        `also`: names that attention modules of this model have, if they are not usual ones.
+        """
+        match = _pattern(also).fullmatch(name)
         if match is None or _OTHER_MODALITIES.search(match["prefix"] or ""):
             return None
         return cls(name, match["prefix"] or "", match["layer"] or "", match["attention"], match["rest"])
@@ -131,9 +139,10 @@ class TensorName:
     def parameter_of(self, module: str) -> str:
         """Return the name that the tensor has inside this module, such as "weight".
 
-        A norm for several heads numbers its parameters: "norms.0.".
+        A parameter that stands in the attention module itself is a weight as well. A norm for several heads numbers its
+        parameters: "norms.0.".
         """
-        return re.sub(r"norms\.\d+\.", "", self.rest.removeprefix(f"{module}."))
+        return "weight" if self.rest == module else re.sub(r"norms\.\d+\.", "", self.rest.removeprefix(f"{module}."))
 
 
 def parameter_kind(parameter: str) -> _ParameterKind:

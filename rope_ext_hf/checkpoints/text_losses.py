@@ -41,7 +41,7 @@ def compare_losses(weights: RotatedWeights, text: str, tokenizer: PreTrainedToke
         UnsupportedModelError: the family table does not say which pairing the model's class runs.
     """
     model = weights.load()
-    runs = class_pairing(model.config)
+    runs = class_pairing(model.config) or weights.tensors.pairing
     if runs is None:
         raise UnsupportedModelError(f"the family table has no pairing for {weights.tensors.model_type!r}")
     if tokenizer is None:

@@ -19,15 +19,14 @@ from torch import Tensor
 
 from rope_ext_hf.checkpoints.head_blocks import ScaleBlocks
 from rope_ext_hf.checkpoints.reordering import reorder
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.checkpoints.sampling import evenly_spaced
 from rope_ext_hf.checkpoints.weight_files import TensorView, equal_bytes
 from rope_ext_hf.errors import CheckpointError, one_line, size_text
 from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import checkpoint_geometry
-from rope_ext_hf.patches.loading import class_to_load
+from rope_ext_hf.patches.model_classes import class_to_load
 from rope_ext_hf.rotary.pairing import other_pairing, rotate
 
 _MAX_ATTENTIONS = 3  # attention modules that are compared
@@ -113,11 +112,11 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
             model = loader.from_pretrained(folder, **settings).eval()
         except Exception as error:  # transformers raises anything on folders that it cannot load
             return f"logits not compared: transformers cannot load the folder: {one_line(error, 200)}"
-        runs = class_pairing(model.config)
-        if runs is None:
+        rows = rotary_tensors(model, checkpoint_geometry(model))
+        if rows.pairing is None:
             return "logits not compared: the pairing that its class runs is unknown"
-        if runs != pairing:
-            reorder(model, RotaryTensors(model.config, checkpoint_geometry(model).dim), runs)
+        if rows.pairing != pairing:
+            reorder(model, rows, rows.pairing)
         ids = torch.arange(3, 3 + _TOKENS * 8)[None] % model.get_input_embeddings().weight.shape[0]
         with torch.no_grad():
             logits.append(model(ids, use_cache=False).logits.float())

@@ -11,7 +11,9 @@ Plan
     layer_types: which layers attend to everything, which rotate, and by which rotary embedding.
     recipes: what publishers state about the context of their models (recipes.toml).
     config_model: plan a patch for a model that is known by its config alone.
+    model_classes, small_models: the class for a config, and small random models of it.
     stand_in: try a patch on a small random model, where the weights are not at hand.
+    row_probe, score_products, saved_names: find out which rows of a class's weights rotate, by running a small model.
 
 Find slots
     slot_finding: find the rotary modules of a model.

@@ -23,9 +23,9 @@ from torch import nn
 from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.config import PAIRING_KEY
-from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, fingerprint_record
 from rope_ext_hf.patches.patch_records import PATCH_KEY, checked_specs
+from rope_ext_hf.patches.row_probe import run_pairing
 from rope_ext_hf.patches.slots import patch_state
 from rope_ext_hf.questions import command_line
 
@@ -162,8 +162,9 @@ class Adapter:
             CheckpointError: the adapter and the base model pair the dims of a head differently, PEFT is missing, or it
                 does not know this type of adapter.
         """
-        pairing = getattr(base.config, PAIRING_KEY, None) or class_pairing(base.config)
-        if self.pairing is not None and pairing not in (None, self.pairing):
+        stated = getattr(base.config, PAIRING_KEY, None)
+        pairing = stated or (None if self.pairing is None else run_pairing(base.config))
+        if pairing not in (None, self.pairing) and self.pairing is not None:
             raise CheckpointError(
                 f"the adapter {short(self.path)!r} is in the {self.pairing} pairing, its base model "
                 f"{short(self.base)!r} in the {pairing} pairing; convert one of them, for example the adapter: "

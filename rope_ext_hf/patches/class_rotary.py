@@ -11,7 +11,7 @@ from rope_ext_hf.patches.class_angles import ClassAngles, softmax_multiple
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_stated
 from rope_ext_hf.patches.layer_types import LayerType
-from rope_ext_hf.patches.loading import empty_model
+from rope_ext_hf.patches.model_classes import empty_model
 from rope_ext_hf.patches.slot_finding import find_slots, rotary_modules
 from rope_ext_hf.patches.slots import first_scaled
 

@@ -29,7 +29,7 @@ from rope_ext_hf.patches.geometry import (
     stated_length,
 )
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
-from rope_ext_hf.patches.loading import empty_model
+from rope_ext_hf.patches.model_classes import empty_model
 from rope_ext_hf.patches.patch_records import PatchSpec, recorded_specs, saved_specs
 from rope_ext_hf.patches.patched_config import config_encoding, softmax_scale, write_settings
 from rope_ext_hf.patches.recipes import Recipe, find_recipe, recipe_note, recipe_warning

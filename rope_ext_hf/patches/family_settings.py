@@ -12,7 +12,7 @@ from rope_ext_hf.errors import CheckpointError, UnsupportedModelError, short
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.families import Family, check_architecture, choose, family, look_up
 
-_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")
 """Config keys of the number of layers, in models of text, vision and audio."""
 
 
@@ -22,7 +22,7 @@ def check_sizes(config: Any) -> None:
     The limits are those of `rope_ext_hf.limits`.
     """
     for part in _parts(config):
-        _check_size(part, "layers", "layers", _largest(part, *_LAYER_COUNTS))
+        _check_size(part, "layers", "layers", _largest(part, *LAYER_COUNTS))
         width = _largest(part, "head_dim")
         heads = _largest(part, "num_attention_heads")
         if not width and heads:
@@ -45,7 +45,7 @@ _MOST_STATED: dict[str, float] = {
     "rotary_pct": 1,
     "rope_theta": 1e30,  # beyond 1e38 the slowest frequencies are 0 in float32
     "rotary_emb_base": 1e30,
-    **dict.fromkeys(("num_labels", *_LAYER_COUNTS), 1_000_000),
+    **dict.fromkeys(("num_labels", *LAYER_COUNTS), 1_000_000),
 }
 """The largest number that a config may state under a key. When transformers reads a config, it makes lists as long as
 some of these counts say."""

@@ -16,10 +16,12 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import PAIRING_KEY, ConfigRope, read_rope, rope_dict
 from rope_ext_hf.patches.config_keys import rotated_dims, text_settings
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
+from rope_ext_hf.patches.family_settings import stated_rotary
 from rope_ext_hf.patches.layer_types import AttentionLayers, LayerType
+from rope_ext_hf.patches.model_classes import class_of_part
 from rope_ext_hf.patches.patch_records import PATCH_KEY, PatchSpec, original_settings, recorded_specs, written_keys
 from rope_ext_hf.patches.recipes import published_length
+from rope_ext_hf.patches.row_probe import run_pairing
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, present_specs
 from rope_ext_hf.questions import command_line
@@ -240,7 +242,7 @@ def check_pairing(model: nn.Module) -> None:
     stated = getattr(config, PAIRING_KEY, None)
     if stated is None:
         return
-    run = class_pairing(config)
+    run = run_pairing(config, class_of_part(model, config.get_text_config()))
     if run is None or run == stated:
         return
     folder = getattr(config, "_name_or_path", None) or "FOLDER"

@@ -126,7 +126,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an unknown tensor in an attention": (
         with_tensor("model.layers.0.self_attn.q_norm.weight", 16),
-        "q_norm.* does not list whether it rotates",
+        "q_norm.* unknown whether its rows rotate",
     ),
     "an unknown parameter": (
         with_tensor("model.layers.0.self_attn.q_proj.oft_r", 16),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rope_ext_hf.patches.loading import empty_model
+from rope_ext_hf.patches.model_classes import empty_model
 from rope_ext_hf.tools.advice.advising import advise
 from rope_ext_hf.tools.serving.auditing import audit_config
 from rope_ext_hf.tools.serving.configs import Model, make_target

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from rope_ext_hf.errors import RopeExtError, UnsupportedModelError
-from rope_ext_hf.patches.loading import class_to_load
+from rope_ext_hf.patches.model_classes import class_to_load
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.tools.serving.auditing import audit_config
 from rope_ext_hf.tools.serving.configs import Model
