@@ -168,9 +168,28 @@ def _probe_rows(config_class: type[Any], config: str, model_class: type[Any] | N
     if len(rows.layers) == len(kinds):
         return rows
     if len(rows.layers) == len(first):
-        return replace(rows, layers=tuple(rows.layers[first.index(kind)] for kind in kinds))
-    # The class makes another number of layers than the config states: it runs each several times, for example.
+        of_all = tuple(rows.layers[first.index(kind)] for kind in kinds)
+        rotating = {number for number, layer in enumerate(of_all) if layer.rotated}
+        if _rotating_layers(config_class, config, model_class) in (rotating, None):
+            return replace(rows, layers=of_all)
+    # The class makes another number of layers than the config states, or layers that the config describes alike differ:
+    # it runs each several times, for example, or skips the rotation in every fourth one.
     return _rows_of_small(config_class, config, model_class, all_layers=True)
+
+
+def _rotating_layers(config_class: type[Any], config: str, model_class: type[Any] | None) -> set[int] | None:
+    """Return the numbers of the layers that rotate in a model with few heads and all layers.
+
+    None: no such model can be built, or its scores are not understood.
+    """
+    model = small_model(config_class, config, model_class, layers=True)
+    if model is None:
+        return None
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            return _Probe(model, _TOKENS[0]).rotating_layers()
+        except (_NotUnderstoodError, TypeError, RuntimeError, ValueError, AttributeError, IndexError, KeyError):
+            return None
 
 
 def _rows_of_small(
@@ -255,6 +274,10 @@ class _Probe:
         if rows:
             raise _NotUnderstoodError(f"layers of {stack!r} and {next(iter(rows))!r} rotate")
         return ClassRows(tuple(layers), stack, str(pairings.pop()))
+
+    def rotating_layers(self) -> set[int]:
+        """Return the numbers of the layers that rotate."""
+        return {int(score.layer.rpartition(".")[2]) for score in self._scores()}
 
     def _names(self, layer: str) -> tuple[str, ...]:
         return tuple(self.model.get_submodule(layer).state_dict())

@@ -77,6 +77,8 @@ class OddForCausalLM(transformers.PreTrainedModel):  # type: ignore[misc]
         super().__init__(config)
         self.words = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList([OddBlock(config) for _ in range(config.num_hidden_layers)])
+        for number, block in enumerate(self.blocks):
+            block.mixer.number = number
         self.rotary_emb = PhiRotaryEmbedding(config)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -176,6 +178,21 @@ def test_rows_that_make_something_else_too_are_refused(monkeypatch: pytest.Monke
     config.rms_norm_eps = 1e-5  # not the config of another test, whose result is kept
     with pytest.raises(rope.UnsupportedModelError, match="something else than queries and keys"):
         RotaryTensors(config, ROTARY)
+
+
+def test_layers_that_skip_the_rotation_by_a_rule_of_the_class_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the first of four layers rotates, and the third one does not, which the config does not say."""
+    attend = OddMixer.forward
+
+    def skipping(self: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return attend(self, x, *((torch.ones_like(cos), 0 * sin) if self.number == 2 else (cos, sin)))
+
+    monkeypatch.setattr(OddMixer, "forward", skipping)
+    config = odd().config
+    config.num_hidden_layers, config.rms_norm_eps = 4, 1e-4  # not the config of another test, whose result is kept
+    rows = RotaryTensors(config, ROTARY)
+    found = [rows.find(f"blocks.{number}.mixer.wide.weight", (128, 64)) for number in range(4)]
+    assert found == [FUSED, FUSED, None, FUSED]
 
 
 # --- families without rows in the table -----------------------------------------------------------------------------
