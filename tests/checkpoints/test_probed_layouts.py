@@ -37,8 +37,9 @@ class OddConfig(transformers.LlamaConfig):  # type: ignore[misc]
 class OddMixer(nn.Module):
     """Attention with one fused weight, [q q k v] for each key head, whose heads rotate by half, interleaved."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, number: int) -> None:
         super().__init__()
+        self.number = number
         self.wide = nn.Linear(config.hidden_size, (HEADS + 2 * KEY_HEADS) * DIM, bias=True)
         self.back = nn.Linear(HEADS * DIM, config.hidden_size)
 
@@ -62,9 +63,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class OddBlock(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, number: int) -> None:
         super().__init__()
-        self.before, self.mixer = nn.RMSNorm(config.hidden_size), OddMixer(config)
+        self.before, self.mixer = nn.RMSNorm(config.hidden_size), OddMixer(config, number)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x + self.mixer(self.before(x), cos, sin)  # type: ignore[no-any-return]
@@ -76,9 +77,7 @@ class OddForCausalLM(transformers.PreTrainedModel):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.words = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList([OddBlock(config) for _ in range(config.num_hidden_layers)])
-        for number, block in enumerate(self.blocks):
-            block.mixer.number = number
+        self.blocks = nn.ModuleList([OddBlock(config, number) for number in range(config.num_hidden_layers)])
         self.rotary_emb = PhiRotaryEmbedding(config)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
