@@ -172,7 +172,7 @@ def bands() -> str:
 
 @figure
 def yarn_cost() -> str:
-    """What a factor of 4 costs inputs within the context length."""
+    """Return what a factor of 4 costs inputs within the context length."""
     from rope_ext_hf.tools.advice.measurements import price
 
     return f"with factor 4, inputs within the context length {price('yarn', 4)}"

@@ -269,8 +269,8 @@ class _Probe:
         layers = []
         for number, _ in enumerate(self.model.get_submodule(stack).children()):
             path = f"{stack}.{number}"
-            found = rows.pop(path, None)
-            layers.append(self._as_saved(path, found[0] if found else {}, attentions))
+            rotated, _ = rows.pop(path, ({}, None))
+            layers.append(self._as_saved(path, rotated, attentions))
         if rows:
             raise _NotUnderstoodError(f"layers of {stack!r} and {next(iter(rows))!r} rotate")
         return ClassRows(tuple(layers), stack, str(pairings.pop()))
@@ -358,11 +358,11 @@ class _Probe:
         tensors = [tensor for target in targets for tensor in target.tensors]
         responses: list[list[Tensor | None]] = [[] for _ in targets]
         for some in torch.split(codes, _CODES_AT_ONCE):
-            found = iter(
+            gradients = iter(
                 torch.autograd.grad(total, tensors, some, retain_graph=True, allow_unused=True, is_grads_batched=True)
             )
             for target, response in zip(targets, responses, strict=True):
-                response.append(target.by_row(islice(found, len(target.tensors))))
+                response.append(target.by_row(islice(gradients, len(target.tensors))))
         leaves = [products[number].out for number in cut]
         ends = torch.stack([out.float().square().sum() for out in recording.outputs]).sum()
         beside = torch.autograd.grad(ends, [*tensors, *leaves], allow_unused=True)
@@ -451,7 +451,7 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """How rows enter queries and keys.
+    """The ways in which rows enter queries and keys.
 
     Attributes:
         dims: the dims of all queries and keys.

@@ -37,7 +37,7 @@ def saved_rows(model: nn.Module, layer: str, attentions: Iterable[str]) -> dict[
             numbered[f"{layer}.{name}"] = numbers.reshape(-1, *[1] * (tensor.ndim - 1))
             origins += [(name.rpartition(".")[0] or name, row) for row in range(rows)]
     saved: dict[str, Tensor] = {}
-    with suppress(Exception):  # of any kind: what it does to a part of the weights is no promise of transformers
+    with suppress(Exception):  # of any kind: transformers does not document what this does to a part of the weights
         from transformers.core_model_loading import revert_weight_conversion
 
         saved = revert_weight_conversion(model, dict(numbered))
