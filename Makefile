@@ -305,7 +305,7 @@ bench: .venv/ready $(SMOLLM2)/config.json
 	$(RUN)/python benchmarks/dynamic.py --device $(DEVICE) --text --out $(RESULTS)
 	$(RUN)/python benchmarks/reading.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/reading.py --device $(DEVICE) --position 1024,2048,4096,8192 --out $(RESULTS)
-	$(RUN)/python benchmarks/readers.py --model $(SMOLLM2) --device $(DEVICE) --out $(RESULTS)
+	$(RUN)/python benchmarks/readers.py --device $(DEVICE) --model $(SMOLLM2) --out $(RESULTS)
 	$(RUN)/python benchmarks/conversion.py --out $(RESULTS)
 	$(RUN)/python benchmarks/detection.py --device $(DEVICE) --folder build/bench/detection --out $(RESULTS)
 	$(RUN)/python benchmarks/trained_scaling.py --device $(DEVICE) --folder build/bench/trained-scaling --out $(RESULTS)
