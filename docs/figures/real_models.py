@@ -113,7 +113,7 @@ def _ratio_table(entry: Row) -> str:
     for method in dict.fromkeys(row["method"] for row in entry["texts"]):
         changes = [rise(entry, method, 2, int(scale * context_length)) for scale in scales]
         count = len(rows(entry, method, 2))
-        cells = ["–" if change is None else change.text(lambda nats: _ratio_text(math.exp(nats))) for change in changes]
+        cells = [_ratio_cell(change) for change in changes]
         table.append([f"`{method}`" if method != "unpatched" else method, *cells, str(count)])
     heads = [f"{int(scale * context_length):,} tokens ({scale:g}x)" for scale in scales]
     about = (
@@ -125,7 +125,17 @@ def _ratio_table(entry: Row) -> str:
     return f"\n\n{about}\n{markdown_table(['method', *heads, 'novels'], table)}\n\n"
 
 
-def _ratio_text(ratio: float) -> str:
+def _ratio_cell(change: Estimate | None) -> str:
+    """Return what a change of the loss in nats multiplies the perplexity by, with its interval if it has a width."""
+    if change is None:
+        return "–"
+    if change.low == change.high:
+        return _ratio_text(change.value)
+    return change.text(_ratio_text)
+
+
+def _ratio_text(nats: float) -> str:
+    ratio = math.exp(nats)
     return f"{ratio:.3f}" if ratio < 10 else f"{ratio:.3g}"
 
 
