@@ -93,11 +93,12 @@ build/exports/ready: Makefile
 
 # Triton kernels compiled for NVIDIA and AMD, and in Triton's interpreter; stand-ins for kernels of the Hub; no GPU. Triton
 # and the kernels library lie below build/ (690 MB), where they change nothing about other tests.
+KERNELS := tests/rotary/test_triton_rotation_compiled.py tests/rotary/test_triton_rotation.py \
+	tests/attention/test_triton_merging_compiled.py tests/attention/test_triton_merging.py \
+	tests/patches/test_forward_hooks_kernels.py
 test-kernels: .venv/ready build/kernels/ready
 	ROPE_EXT_KERNELS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/kernels TRITON_CACHE_DIR=build/triton-cache $(RUN)/python -m pytest \
-		-n $(WORKERS) -p tests.support.hub_kernels tests/rotary/test_triton_rotation_compiled.py tests/rotary/test_triton_rotation.py \
-		tests/attention/test_triton_merging_compiled.py tests/attention/test_triton_merging.py \
-		tests/patches/test_forward_hooks_kernels.py
+		-n $(WORKERS) -p tests.support.hub_kernels $(KERNELS)
 
 build/kernels/ready: constraints.txt
 	$(RUN)/pip install -q --target build/kernels --no-deps --upgrade -c constraints.txt triton kernels

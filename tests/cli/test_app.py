@@ -553,15 +553,15 @@ def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
 def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rope_ext_hf.reading import memory as reading_memory
 
-    monkeypatch.setattr(reading_memory, "available", lambda device: 2_000_000_000)
-    monkeypatch.setattr(hub, "from_pretrained", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(reading_memory, "available", lambda device: 1_000_000_000)
+    monkeypatch.setattr(hub, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
     (text := tmp_path / "text.txt").write_text("x" * 530_000, encoding="utf-8")
     options = ["--dtype", "float32", "--data", str(text), "--out", str(tmp_path)]
     code, _, err = run("ppl", "reference", "--lengths", "512k", *options)
     assert code == 2
-    # keys and values: 2 x 5 layers x 2 heads x 64 dims x 512k tokens x 4 bytes
+    # keys and values of one layer: 2 x 2 heads x 64 dims x 512k tokens x 4 bytes
     assert "spans of 524,288 tokens need" in err
-    assert "2.7 GB keys and values" in err
+    assert "536.9 MB keys and values" in err
     assert "shorter lengths: up to" in err
     assert "--device-map" not in err  # one device is all there is
 
@@ -623,7 +623,9 @@ def test_memory_is_said_where_it_is_not_ample(tmp_path: Path, monkeypatch: pytes
     code, _, err = run("ppl", "reference", "--lengths", "256,512", *options)
     assert code == 2
     needs = next(line for line in err.splitlines() if line.startswith("needs"))
-    assert re.match(r"needs    [\d.]+ MB: 7.5 MB weights, 1.3 MB keys and values, [\d.]+ MB activations", needs)
+    # keys and values of one layer, and the hidden states of 512 tokens twice
+    cache = "262.1 kB keys and values, 393.2 kB hidden states"
+    assert re.match(rf"needs    [\d.]+ MB: 7.5 MB weights, {cache}, [\d.]+ MB activations", needs)
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def check(model: Any, ids: Tensor) -> None:
     scorer = TokenScorer(model, chunk=37, longest=TOKENS)
     if not scorer.chunked:
         return
-    scorer.losses(ids, 1)
+    scorer.last_logits(ids[:-1], 1)  # with the keys and values of all layers, as answers to prompts need them
     keys, states = held(scorer)
     estimate = estimate_memory(model, TOKENS).cache
     # the estimate leaves out the states of convolutions, and recurrent states whose sizes are in no config
