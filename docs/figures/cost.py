@@ -148,14 +148,16 @@ def readers() -> str:
     line = last_line("readers")
     rows = []
     for row in line["rows"]:
-        way = f"windows of {line['length']:,}, {line['stride']:,} apart" if "overlap" in row["way"] else "blocks"
-        way = way if way != "blocks" else f"blocks of {line['length']:,}"
+        way = f"{row['way']} of {line['length']:,}"
         ratio = f"{row['time_ratio']:.2f}" if "time_ratio" in row else ""
         rows.append(
             [way, row["program"], f"{row['loss']:.6f}", f"{row['seconds']:.1f} s", ratio, f"{row['megabytes']:,.0f} MB"]
         )
     head = ["read", "by", "nats per token", "CPU time", "of the other's", "memory above the model"]
-    note = f"{line['model']}, {line['dtype']}, {line['tokens']:,} tokens, medians of {line['runs']} runs in turn. "
+    note = (
+        f"{line['model']}, {line['dtype']}, {line['tokens']:,} tokens, overlapping windows {line['stride']:,} apart, "
+        f"medians of {line['runs']} runs in turn. "
+    )
     return markdown_table(head, rows, note + stamp(line, "benchmarks/readers.py"))
 
 

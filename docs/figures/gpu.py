@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from docs.figures.registry import PROCESSORS, ROOT, Row, figure, markdown_table, read_lines, stamp
+from docs.figures.registry import PROCESSORS, ROOT, Row, figure, in_bits, markdown_table, read_lines, stamp
 from rope_ext_hf.runs.statistics import estimate
 
 NOTHING = "\nNothing yet.\n"
@@ -118,8 +118,7 @@ def measured_rows() -> list[list[Any]]:
         method, _, factor = label.partition(" x")
         for scale in (1, int(factor)) if factor else (1, 2, 4, 8):
             change = estimate([loss - short for loss, short in zip(by_length[scale * trained], base, strict=True)])
-            bits = [None if nats is None else round(nats / math.log(2), 6) for nats in change[:3]]
-            rows.append([method, int(factor) if factor else None, float(scale), *bits])
+            rows.append([method, int(factor) if factor else None, float(scale), *in_bits(change)])
     return rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from docs.figures.registry import Row, figure, length_heads, markdown_table, read_lines, read_result, stamp
+from docs.figures.registry import Row, figure, in_bits, length_heads, markdown_table, read_lines, read_result, stamp
 from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate
 
 
@@ -60,7 +60,7 @@ def measured_rows(entry: Row) -> list[list[Any]]:
     """Return the rises of a model's loss as rows of measured.json, see `docs.figures.measurements.measured_file`."""
     from rope_ext_hf.methods.registry import accepts_factor
 
-    found = []
+    rises = []
     for method, multiple in dict.fromkeys((row["method"], row["multiple"]) for row in entry["texts"]):
         factor = multiple if method != "unpatched" and accepts_factor(method) else None
         for scale in (1, multiple):
@@ -68,9 +68,8 @@ def measured_rows(entry: Row) -> list[list[Any]]:
                 continue  # as under a multiple of 2
             change = rise(entry, method, multiple, scale * entry["context_length"])
             if change is not None:
-                bits = [None if nats is None else round(nats / math.log(2), 6) for nats in change[:3]]
-                found.append([method, factor, float(scale), *bits])
-    return found
+                rises.append([method, factor, float(scale), *in_bits(change)])
+    return rises
 
 
 def section(entry: Row) -> str:

@@ -8,6 +8,7 @@ last line of a kind counts. docs/results/*.json holds measurements that `make be
 from __future__ import annotations
 
 import json
+import math
 import re
 import textwrap
 from collections import Counter
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from rope_ext_hf.runs.statistics import Estimate
 
 ROOT = Path(__file__).parent.parent.parent
 PROCESSORS = ("x86_64", "aarch64", "arm64", "AMD64")
@@ -46,6 +49,11 @@ def read_result(name: str) -> Row:
     """A measurement that `make bench` does not repeat."""
     result: Row = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
     return result
+
+
+def in_bits(change: Estimate) -> list[float | None]:
+    """Return a change of the loss in nats, and the ends of its interval, in bits, as measured.json has them."""
+    return [None if nats is None else round(nats / math.log(2), 6) for nats in change[:3]]
 
 
 def lines_of(*benchmarks: str) -> list[Row]:

@@ -33,7 +33,7 @@ _STATES = "hidden_states"  # the argument of a layer that some decoders give by 
 _EMBEDDINGS = "inputs_embeds"
 
 _Act = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-"""What a stand-in does: (layer, arguments by position, arguments by name) -> output of the layer."""
+"""A function that takes a layer and its arguments, by position and by name, and returns what its stand-in returns."""
 
 
 class NotReadByLayerError(Exception):

@@ -197,7 +197,7 @@ def rises_of_real_model() -> dict[tuple[str, float | None, float], float]:
 
 
 def said_of(key: tuple[str, float | None, float], measured: dict[str, dict[Any, float]]) -> str:
-    """What is to be said of a method and a length: small models count where no real one was measured."""
+    """Return what is to be said of a method and a length: small models count where no real one was measured."""
     real = {name: rows for name, rows in measured.items() if "model" not in name and key in rows}
     on = real or {name: rows for name, rows in measured.items() if key in rows}
     nouns = {name: f"the {name}" if "model" in name else name for name in on}
