@@ -14,6 +14,7 @@ The tool box of this package (`rope_ext_hf.tools`) adds its parts in the same wa
 | rope_ext_hf.run_kinds | a kind of run, as run.json has it | a class under `rope_ext_hf.runs.kinds.register_run_kind` |
 | rope_ext_hf.readers | an engine, as `--engine` names it | a function that makes a plan read by the engine |
 | rope_ext_hf.token_choices | a way to choose the scored tokens | a function that makes a plan score them, too |
+| rope_ext_hf.measurements | what was measured, as `describe` asks for it | a function that says it in a clause |
 | rope_ext_hf.engine_checks | a set of engines | a function that says which of them read a saved config alike |
 | rope_ext_hf.cards | a model card | a function that writes it into a folder |
 | rope_ext_hf.lm_eval_tasks | a set of tasks | a function that writes their YAML files into a folder |

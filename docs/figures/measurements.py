@@ -175,7 +175,7 @@ def yarn_cost() -> str:
     """Return what a factor of 4 costs inputs within the context length."""
     from rope_ext_hf.tools.advice.measurements import price
 
-    return f"with factor 4, inputs within the context length {price('yarn', 4)}"
+    return f"inputs within the context length {price('yarn', 4)}"
 
 
 def unchanged_share(method: RopeMethod, rotary: Rotary) -> str:

@@ -22,6 +22,7 @@ from rope_ext_hf.patches.row_probe import run_pairing
 from rope_ext_hf.patches.saving import engine_agreement
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, first_scaled, patched_slots
+from rope_ext_hf.plug_ins import plug_in
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
 __all__ = ["Description", "describe", "scalings_underneath", "short_input_notes"]
@@ -230,11 +231,14 @@ def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState
         save_route=_save_route(model, slot, state),
         patched=True,
         notes=(*state.notes, method.note) if isinstance(method, RemappingMethod) else state.notes,
-        short_inputs=short_input_notes(
-            method,
-            rotary,
-            as_loaded=all(each.rotates_as_loaded(method, rotary) and each.is_accurate for each in slots),
-            bit_equal=method.keeps_bits and not any(r.follows_length for s in slots for r in s.as_loaded.values()),
+        short_inputs=(
+            *short_input_notes(
+                method,
+                rotary,
+                as_loaded=all(each.rotates_as_loaded(method, rotary) and each.is_accurate for each in slots),
+                bit_equal=method.keeps_bits and not any(r.follows_length for s in slots for r in s.as_loaded.values()),
+            ),
+            *_measured_note(method, rotary),
         ),
         recipe=recipe_note(before_patches(slot.config), rotary, method),
     )
@@ -269,6 +273,16 @@ def short_input_notes(
             "much. Take the smallest factor that reaches the length you need."
         )
     return (*notes, *method.cautions(rotary))
+
+
+def _measured_note(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
+    """Return a sentence on what short inputs lost on a measured model, if this method with this factor changes them."""
+    factor = getattr(method, "factor", None)
+    measured = plug_in("measurements", "short_inputs")  # of the tool box, which may not be installed
+    if not factor or factor <= 1 or method.unchanged_length(rotary) or measured is None:
+        return ()
+    clause = measured(method.name, factor)
+    return (f"Inputs within the context length {clause}.",) if clause else ()
 
 
 def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **attributes: Any) -> Description:

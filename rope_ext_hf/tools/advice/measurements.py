@@ -190,7 +190,10 @@ def price(method: str, factor: float) -> str:
     if rise.is_by_chance or _ratio(rise.increase) == "1":
         return f"read as before {setting}"
     change = "worse" if rise.increase > 0 else "better"
-    return f"read {change}: {setting}, their perplexity per {rise.model.unit} {_against(rise.increase)}"
+    return (
+        f"read {change}: {setting}, their perplexity per {rise.model.unit} is {_ratio(rise.increase)} times that of "
+        "the unpatched model"
+    )
 
 
 def _named(model: _MeasuredModel) -> str:
@@ -214,5 +217,5 @@ def _against(bits: float, value: str = "") -> str:
     if ratio == "1":
         return f"stays at {value}" if value else "does not change"
     if bits > 0:
-        return f"rises to {ratio} times {value}".rstrip()
-    return f"stays at {ratio} of {value}" if value else f"falls to {ratio} of that"
+        return f"rises to {ratio} times {value or 'that value'}"
+    return f"stays at {ratio} of {value}" if value else f"falls to {ratio} of that value"

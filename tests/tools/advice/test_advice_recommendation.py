@@ -75,10 +75,13 @@ def test_reason_and_price_are_what_was_measured() -> None:
     assert of_real_model.model.name == "SmolLM2-135M-Instruct"
     text = unwrapped(str(advise("reference", 2 * K)))
     ratio, unpatched = 2**of_real_model.increase, 2**of_real_model.as_loaded
-    assert f"rises to {ratio:.3g} times its value on short inputs; unpatched it rises to {unpatched:.3g} times" in text
+    assert (
+        f"rises to {ratio:.3g} times its value on short inputs; unpatched it rises to {unpatched:.3g} times that"
+        in text
+    )
     short = 2 ** rises_for_short_inputs("yarn", 8)[0].increase
     assert "short inputs within 256 tokens read worse: " in text
-    assert f"with factor 8, their perplexity per token rises to {short:.3g} times" in text
+    assert f"with factor 8, their perplexity per token is {short:.3g} times that of the unpatched model" in text
     exact = unwrapped(str(advise("reference", 2 * K, purpose="python")))
     assert "short inputs of up to 255 tokens give the output of the unpatched model, but for rounding" in exact
 

@@ -221,7 +221,7 @@ def test_one_command_leads_to_the_server_of_the_card_of_qwen3(tmp_path: Path, mo
     assert done.exit_code == 0, done.output
     assert "published for Qwen3: https://" in unwrapped(done.stdout)
     assert re.search(
-        r"inputs within 32,768 tokens read worse: .* their perplexity per token rises to 1\.\d+ times",
+        r"inputs within 32,768 tokens read worse: .* their perplexity per token is 1\.\d+ times that",
         unwrapped(done.stdout),
     )
     assert "vllm serve Qwen3-8B-131072 \\\n  --max-model-len 131072" in done.stdout
