@@ -3,9 +3,10 @@
     make coverage
     python -m checks.coverage [--only llama,qwen3] [--again]
 
-Each class gets a process of its own with a time limit. What is measured goes to build/coverage/log.jsonl as it comes,
-and a run goes on from there; the whole of it to docs/results/coverage.json. The exit status is 1 where a model was not
-built, or a patch or a measurement did something else than work or refuse with a reason.
+Every method is patched into every class, and `rope-ext extend` must announce what `patch` then takes or refuses. Each
+class gets a process of its own with a time limit. What is measured goes to build/coverage/log.jsonl as it comes, and a
+run goes on from there; the whole of it to docs/results/coverage.json. The exit status is 1 where a model was not built,
+or a patch or a measurement did something else than work or refuse with a reason.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ from transformers.utils import logging
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import RopeExtError, one_line
+from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reading.scorer import TokenScorer
+from rope_ext_hf.tools.serving.configs import Model, open_model
 from tests.support.every_model import Entry, build, data, entries, holds_rope, inputs
+from tests.support.method_examples import example_method
 
 ROOT = Path(__file__).parent.parent
 LOG = ROOT / "build" / "coverage" / "log.jsonl"
@@ -266,6 +271,44 @@ def _ordinary_losses(model: Any, ids: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[1:], reduction="none")
 
 
+def each_method(model: Any, entry: Entry) -> dict[str, str]:
+    """For every method the reason for which `patch` refuses it; "" where it is accepted, and computes what it should.
+
+    Refused or not, it must be what is announced without the weights. A long input must give the same logits in one
+    forward and by decoding onto a cache, under the frequencies of its whole length.
+    """
+    as_loaded, decodes, rotary, opened = run(model, entry), _decodes_alike(model, entry), None, None
+    with suppress(RopeExtError):  # as `patch` will say
+        rotary, opened = patch_geometry(model), open_model(model)
+    said: dict[str, str] = {}
+    for name, method_class in rope.list_methods().items():
+        method = example_method(method_class, rotary or Rotary(dim=16, theta=1e4, trained_length=64))
+        announced = None if opened is None else _announced(opened, method)
+        try:
+            rope.patch(model, method)
+        except RopeExtError as error:
+            require(opened is None or announced is not None, f"{name} is offered, and refused: {one_line(error)}")
+            said[name] = one_line(error, 400)
+            continue
+        require(announced is None, f"{name} is accepted, and announced to be refused: {announced}")
+        said[name] = ""
+        with rope.fixed_length(model, LONG + data()["first_position"].get(entry.model_type, 0)):
+            require(bool(run(model, entry, LONG).isfinite().all()), f"{name} gives something else than numbers")
+            require(not decodes or _decodes_alike(model, entry), f"decoding is not one forward under {name}")
+        rope.unpatch(model)
+        require(torch.equal(run(model, entry), as_loaded), f"another output after unpatching {name}")
+    return said
+
+
+def _announced(opened: Model, method: RopeMethod) -> RopeExtError | None:
+    """The error with which `patch` is to refuse a method, asked for without the weights; None: it is offered."""
+    try:
+        opened.patch_spec(method)
+    except RopeExtError as error:
+        return error
+    return opened.refusal(method)
+
+
 CHECKS: Mapping[str, Callable[[Any, Entry], str]] = dict(
     zip(COLUMNS, (static, length_dependent, remapping, conversion, measured), strict=True)
 )
@@ -283,7 +326,8 @@ WITHOUT_ROPE = dict.fromkeys(COLUMNS[:3], refused) | {"conversion": conversion, 
 def measure(entry: Entry) -> dict[str, Any]:
     """One row: how a class takes each kind of method.
 
-    A column is {"works": true} or {"works": false, "reason": the refusal}; a row with "error" is a defect.
+    A column is {"works": true} or {"works": false, "reason": the refusal}. "methods" has, by method, the reason of a
+    refusal, or "" where it is accepted. A row with "error" is a defect.
     """
     started = time.perf_counter()
     row: dict[str, Any] = {"model_type": entry.model_type, "class": entry.name, "kind": entry.kind}
@@ -292,7 +336,7 @@ def measure(entry: Entry) -> dict[str, Any]:
         return measure(whole) | row | {"measured as": part}
     if (reason := data()["not_measured"].get(entry.model_type)) is not None:
         refusal = {"works": False, "reason": reason}
-        return row | {"rope": True} | dict.fromkeys(COLUMNS, refusal) | {"seconds": 0.0}
+        return row | {"rope": True} | dict.fromkeys(COLUMNS, refusal) | {"methods": {}, "seconds": 0.0}
     warnings.simplefilter("ignore")
     try:
         model = build(entry)
@@ -308,6 +352,7 @@ def measure(entry: Entry) -> dict[str, Any]:
             except RopeExtError as error:
                 row[column] = {"works": False, "reason": one_line(error, 400)}
                 rope.unpatch(model)
+        row["methods"] = each_method(model, entry) if row["rope"] else {}
     except Exception as error:  # of any kind: that is what is measured
         row["error"] = f"{type(error).__name__}: {one_line(error, 600)}"
         row["trace"] = traceback.format_exc(limit=-6)
@@ -387,8 +432,13 @@ def _for_the_record(row: Mapping[str, Any]) -> dict[str, Any]:
             reason = how
         kept[column] = {"works": works}
         if reason:
-            kept[column]["because"] = next((words for said, words in BECAUSE.items() if said in reason), reason)
+            kept[column]["because"] = _in_few_words(reason)
+    kept["methods"] = {name: reason and _in_few_words(reason) for name, reason in row["methods"].items()}
     return kept
+
+
+def _in_few_words(reason: str) -> str:
+    return next((words for said, words in BECAUSE.items() if said in reason), reason)
 
 
 def _summary(row: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from checks.coverage import RESULT, measure
 from docs.figures.models import COLUMNS, _rotating
+from rope_ext_hf import list_methods
 from tests.support.every_model import Entry, entries
 
 RECORD: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
@@ -32,6 +33,12 @@ def test_every_class_works_or_is_refused_with_a_reason() -> None:
             assert row[column]["works"] or row[column]["because"], row
 
 
+def test_every_method_is_accepted_or_refused_with_a_reason() -> None:
+    for row in _rotating():
+        assert set(row["methods"]) in ({*list_methods()}, set()), row
+    assert sum(bool(row["methods"]) for row in _rotating()) >= 0.95 * len(_rotating())
+
+
 def test_of_classes_that_rotate_most_take_static_methods() -> None:
     rotating = _rotating()
     assert len(rotating) > 150
@@ -48,6 +55,10 @@ def test_a_sample_is_as_recorded(model_type: str, name: str) -> None:
     row = measure(entry)
     assert "error" not in row, row
     if SAME_VERSION:
+        recorded = ROWS[model_type, name]
         assert {column: row[column]["works"] for column in COLUMNS} == {
-            column: ROWS[model_type, name][column]["works"] for column in COLUMNS
+            column: recorded[column]["works"] for column in COLUMNS
+        }
+        assert {method for method, reason in row["methods"].items() if reason} == {
+            method for method, reason in recorded["methods"].items() if reason
         }

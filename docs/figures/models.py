@@ -8,6 +8,8 @@ from typing import Any
 from docs.figures.registry import figure, made_by, markdown_table, read_result
 
 COLUMNS = ("static", "length-dependent", "remapping", "conversion", "measured")
+_SHOWN_REASONS = 3
+"""The number of reasons that stand beside a method."""
 KINDS = {
     "causal language models": ("causal",),
     "with images or speech": ("vision", "multimodal"),
@@ -45,6 +47,20 @@ def coverage_counts() -> str:
     rows.append([f"all {len(_rows())}", *(_share(_rotating(), column) for column in COLUMNS)])
     note = f"*Of the classes with a rotary embedding in layers that attend to everything. {made_by(result)}*"
     return markdown_table(["classes of transformers", *COLUMNS], rows, note)
+
+
+@figure
+def coverage_methods() -> str:
+    """Return for each method how many classes take it, and the commonest reasons of those that do not."""
+    classes = [row["methods"] for row in _rotating() if row["methods"]]
+    rows = []
+    for method in classes[0]:
+        reasons = Counter(refused for said in classes if (refused := said[method]))
+        shown = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(_SHOWN_REASONS))
+        others = reasons.total() - sum(count for _, count in reasons.most_common(_SHOWN_REASONS))
+        more = f"; others ({others})" if others else ""
+        rows.append([f"`{method}`", str(len(classes) - reasons.total()), str(reasons.total()), shown + more or "–"])
+    return markdown_table(["method", "accepted", "refused", "because"], rows)
 
 
 def _names(rows: list[dict[str, Any]]) -> str:

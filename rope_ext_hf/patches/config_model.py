@@ -146,7 +146,7 @@ class ConfigModel:
         """True if a small model of its class can be built, to try there what `patch` refuses."""
         return stand_in(self.config.to_json_string(use_diff=False)) is not None
 
-    def refusal(self, method: str, **arguments: Any) -> RopeExtError | None:
+    def refusal(self, method: str | RopeMethod, **arguments: Any) -> RopeExtError | None:
         """Return the error with which `patch` would refuse a method on this model.
 
         None: the patch would be accepted, or it could not be tried.

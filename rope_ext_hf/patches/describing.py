@@ -191,7 +191,7 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         extended_length=extended,
         save_route=f"it is now (rope_type {settings.get('rope_type', 'per layer type')})",
         patched=False,
-        notes=tuple(text for text in (note, described.note) if text),
+        notes=tuple(text for text in (slot.layers.no_patch_needed, note, described.note) if text),
         recipe=recipe_note(config, rotary, method if specs else None),
     )
 

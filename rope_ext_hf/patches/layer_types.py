@@ -184,18 +184,30 @@ class AttentionLayers:
             )
         return chosen
 
+    @property
+    def no_patch_needed(self) -> str | None:
+        """Two sentences for a model whose full-attention layers do not rotate; None for all other models."""
+        rotating, full = self.rotating
+        if rotating or not full:
+            return None
+        return (
+            f"None of the {full} full-attention layers rotates its queries and keys (no RoPE), so longer inputs need "
+            "no patch, and none would change what these layers see. Raise max_position_embeddings in the config, and "
+            "measure how far the model reads: rope-ext ppl."
+        )
+
     def check_rotating(self, layers: Layers | None = None) -> None:
         """Check that a method has something to change: a full-attention layer that rotates, or `layers` by name.
 
         Raises:
             UnsupportedModelError: no full-attention layer rotates, and `layers` is None.
         """
-        rotating, full = self.rotating
-        if full and not rotating and layers is None:
+        _, full = self.rotating
+        if self.no_patch_needed is not None and layers is None:
             raise UnsupportedModelError(
                 f"none of the {full} full-attention layers of this {self.config.model_type!r} model rotates its "
-                "queries and keys; a RoPE method would change its sliding-window layers only, which see no further "
-                "for it"
+                "queries and keys, so longer inputs need no patch; a RoPE method would change its sliding-window "
+                "layers only, which see no further for it"
             )
 
     def sliding_note(
@@ -220,6 +232,8 @@ class AttentionLayers:
             only = f"Its {changed} layers alone are changed. They attend to the last {window} tokens only"
             return f"{only}, and a longer RoPE does not make them look further back.", False
         share = f"{sliding} of {count} layers attend to the last {window} tokens only"
+        if self.no_patch_needed is not None:
+            return f"{share}; of all layers, they alone rotate.", False
         if apart is not None:
             own = f"{apart.method.name}, theta {apart.plain.theta:g}"
             return f"{share} and keep their own rotary embedding ({own}).", False

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError
+from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.applying import apply_plan, needs_hooks, replay, take_off
 from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.patches.model_classes import empty_model
@@ -41,7 +42,7 @@ def stand_in(config: str) -> PreTrainedModel | None:
     return small_model(CONFIG_MAPPING[model_type], config) if model_type in CONFIG_MAPPING else None
 
 
-def refusal(config: Any, method: str, **arguments: Any) -> RopeExtError | None:
+def refusal(config: Any, method: str | RopeMethod, **arguments: Any) -> RopeExtError | None:
     """Return the error with which `patch` refuses a method on a model of a text config.
 
     None where `patch` accepts the method, or where no small model can be built to try it on. `arguments`: of `patch`.
@@ -50,7 +51,7 @@ def refusal(config: Any, method: str, **arguments: Any) -> RopeExtError | None:
 
 
 @lru_cache(maxsize=1024)
-def _refusal(config: str, method: str, arguments: tuple[tuple[str, Any], ...]) -> RopeExtError | None:
+def _refusal(config: str, method: str | RopeMethod, arguments: tuple[tuple[str, Any], ...]) -> RopeExtError | None:
     model = stand_in(config)
     return None if model is None else _refused(model, lambda: apply_plan(plan_patch(model, method, **dict(arguments))))
 

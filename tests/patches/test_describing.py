@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import rope_ext_hf as rope
+from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
+from tests.support.every_model import tiny
 from tests.support.model_checks import LONG, every_family, state
 from tests.support.models import (
     THETA,
@@ -120,6 +122,18 @@ def test_describe_does_not_touch_the_model() -> None:
     rope.describe(model)
     assert state(model) == before
     assert torch.equal(logits(model, tokens(LONG)), out)
+
+
+def test_a_model_whose_full_attention_layers_do_not_rotate_needs_no_patch() -> None:
+    """Cohere 2 rotates in its sliding-window layers alone."""
+    model = tiny("cohere2")
+    first, second = rope.describe(model).notes
+    assert "None of the 1 full-attention layers rotates" in first
+    assert "longer inputs need no patch" in first
+    assert second == "1 of 2 layers attend to the last 32 tokens only; of all layers, they alone rotate."
+    with pytest.raises(UnsupportedModelError, match="so longer inputs need no patch"):
+        rope.patch(model, "yarn", factor=4)
+    assert not any("no patch" in note for note in rope.describe(tiny("smollm3")).notes)
 
 
 def test_that_a_patch_changes_short_inputs_is_stated() -> None:

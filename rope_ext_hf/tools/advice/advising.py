@@ -168,6 +168,7 @@ def _notes(
     else:
         rotary, method = present.rotary, None
     notes = [
+        opened.layers.no_patch_needed,
         opened.sliding_note(target_length),
         opened.described.note,
         advisor.refusal,
