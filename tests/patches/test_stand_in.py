@@ -12,7 +12,7 @@ from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.stand_in import stand_in
+from rope_ext_hf.patches.stand_in import refusal, stand_in
 from rope_ext_hf.runs.chosen_methods import apply_choice
 from tests.support.every_model import tiny
 
@@ -82,3 +82,10 @@ def test_a_patch_over_a_patch_is_tried_with_both() -> None:
         empty = rope.patch(without_weights(tiny(model_type)), "linear", factor=2)
         choice = LayerChoice(method="rerope", target_length=2 * long(empty), over="patched")
         assert bool(error_of(lambda: apply_choice(choice, empty), empty)) == refused  # noqa: B023
+
+
+def test_a_table_of_angles_that_is_a_parameter_stays_as_it_is() -> None:
+    """RoFormer's table is a parameter that is not trained; with random numbers in it, every method would be refused."""
+    model = tiny("roformer")
+    rope.patch(model, "yarn", factor=4)
+    assert refusal(rope.unpatch(model).config, "yarn", factor=4.0) is None
