@@ -2,6 +2,7 @@
 
     make coverage
     python -m checks.coverage [--only llama,qwen3] [--again]
+    python -m checks.coverage --new     # in some minutes, what the classes of a new release lack
 
 Every method is patched into every class, and `rope-ext extend` must announce what `patch` then takes or refuses. Each
 class gets a process of its own with a time limit. What is measured goes to build/coverage/log.jsonl as it comes, and a
@@ -404,11 +405,15 @@ def read_log() -> dict[tuple[str, str], dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="TYPES", help="these model types alone, and nothing is written")
+    parser.add_argument("--new", action="store_true", help="classes that are not in the record yet; nothing is written")
     parser.add_argument("--again", action="store_true", help="measure again what is in the log")
     given = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     only = set(given.only.split(",")) if given.only else None
+    if given.new:
+        recorded = {(row["model_type"], row["class"]) for row in json.loads(RESULT.read_text("utf-8"))["rows"]}
+        only = {entry.model_type for entry in entries() if (entry.model_type, entry.name) not in recorded}
     chosen = [entry for entry in entries() if only is None or entry.model_type in only]
     if given.again and only is None:
         LOG.unlink(missing_ok=True)
@@ -423,7 +428,9 @@ def main() -> None:
             if only is None:
                 with LOG.open("a", encoding="utf-8") as log:
                     log.write(json.dumps(row) + "\n")
-        print(json.dumps(row, indent=1) if only else f"{row['model_type']:28} {_summary(row)}", flush=True)
+        print(json.dumps(row, indent=1) if given.only else f"{row['model_type']:28} {_summary(row)}", flush=True)
+        for lack in _lacking(row) if given.new else ():
+            print(f"{'':28} {lack}")
         rows.append(row)
     wrong = [row for row in rows if "error" in row]
     if only is None and not wrong:
@@ -451,6 +458,15 @@ def _for_the_record(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _in_few_words(reason: str) -> str:
     return next((words for said, words in BECAUSE.items() if said in reason), reason)
+
+
+def _lacking(row: Mapping[str, Any]) -> list[str]:
+    """A line for each column that a class with RoPE lacks, with the reason, and one for the methods it refuses."""
+    if "error" in row or not row["rope"]:
+        return []
+    lines = [f"{column}: {row[column]['reason']}" for column in COLUMNS if not row[column]["works"]]
+    refused_methods = [name for name, reason in row["methods"].items() if reason]
+    return lines + ([f"methods refused: {', '.join(refused_methods)}"] if refused_methods else [])
 
 
 def _summary(row: Mapping[str, Any]) -> str:
