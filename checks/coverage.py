@@ -87,6 +87,7 @@ BECAUSE = {
     "off by": "its decoder and head apart give other logits",
     "position_bias": "its attention adds a bias to the scores",
     "cache of its own": "it takes its own cache alone",
+    "another base cannot be put underneath": "it has a scaling of its own",
 }
 """What a page says of a refusal, by words of its message; the message itself where none of them is in it."""
 OTHER_PAIRING = {"half": "interleaved", "interleaved": "half"}
