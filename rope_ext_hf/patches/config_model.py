@@ -6,7 +6,8 @@ Planning needs no weights: which engines serve a method, and which methods a mod
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length
-from rope_ext_hf.errors import CheckpointError, RopeExtError, UnsupportedModelError
+from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.config import rope_dict
@@ -32,6 +33,7 @@ from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
 from rope_ext_hf.patches.model_classes import empty_model
 from rope_ext_hf.patches.patch_records import PatchSpec, recorded_specs, saved_specs
 from rope_ext_hf.patches.patched_config import config_encoding, softmax_scale, write_settings
+from rope_ext_hf.patches.planning import plan_patch
 from rope_ext_hf.patches.recipes import Recipe, find_recipe, recipe_note, recipe_warning
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import present_specs
@@ -50,15 +52,19 @@ class ConfigModel:
         layers: the attention type of each layer, and which layers rotate.
         described: the rotary embedding of the layers that a method applies to.
         layer_types: the types of these layers; [None]: all layers have the same rotary embedding.
+        whole: a function that makes the whole model, on the meta device if it is not in memory.
     """
 
-    def __init__(self, config: Any, specs: Sequence[PatchSpec] = ()) -> None:
-        """Read a text config that has no patch recorded in it.
+    def __init__(
+        self, config: Any, specs: Sequence[PatchSpec] = (), whole: Callable[[], nn.Module] | None = None
+    ) -> None:
+        """Read a text config that has no patch recorded in it; `whole` defaults to a model of that config.
 
         Raises:
             UnsupportedModelError: a model without rotary embeddings, or with several.
         """
         self.config, self.specs = config, list(specs)
+        self.whole: Callable[[], Any] = whole or self.empty_model
         self.layers = AttentionLayers(config)
         slots = []
         with suppress(CheckpointError, UnsupportedModelError):  # without the class, the config alone has to do
@@ -149,11 +155,26 @@ class ConfigModel:
     def refusal(self, method: str | RopeMethod, **arguments: Any) -> RopeExtError | None:
         """Return the error with which `patch` would refuse a method on this model.
 
-        None: the patch would be accepted, or it could not be tried.
+        The whole model is asked, which may have more rotary modules than its text config tells, and then a small one,
+        which computes. None: the patch would be accepted, or it could not be tried.
 
         The arguments are those of `rope_ext_hf.patch`.
         """
+        if self._whole_model is not None:
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    plan_patch(self._whole_model, method, **arguments)
+            except (MethodError, UnsupportedModelError) as error:
+                return error
         return refusal(self.config, method, **arguments)
+
+    @cached_property
+    def _whole_model(self) -> Any:
+        """The whole model; None if its class is not installed."""
+        try:
+            return self.whole()
+        except (CheckpointError, UnsupportedModelError):
+            return None
 
     def empty_model(self) -> PreTrainedModel:
         """Return a model of the config on the meta device; CheckpointError if its class is not installed."""

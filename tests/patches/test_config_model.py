@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 import rope_ext_hf as rope
+from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.config_model import ConfigModel
 from rope_ext_hf.patches.slots import present_specs
+from tests.support.every_model import tiny
 from tests.support.models import build
 
 
@@ -33,3 +38,17 @@ def test_methods_are_tried_on_a_small_model_of_the_class() -> None:
     assert planned.can_be_tried
     assert planned.refusal("rerope", factor=4) is None
     assert planned.softmax_scale == 1.0
+
+
+def test_what_the_whole_model_refuses_is_known_without_its_weights() -> None:
+    """The text config of Idefics does not tell that its other parts have rotary modules, too."""
+    model = tiny("idefics")
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    planned = ConfigModel(model.config.get_text_config(), whole=lambda: empty)
+    announced = planned.refusal("learnable")
+    with pytest.raises(UnsupportedModelError) as refused:
+        rope.patch(model, "learnable")
+    assert str(announced) == str(refused.value)
+    assert planned.refusal("yarn", factor=4.0) is None
+    rope.patch(model, "yarn", factor=4)

@@ -49,7 +49,6 @@ class Model(ConfigModel):
         folder: the folder or Hub id that it was read from; `name` may be changed.
         given_name: the name that the user gave.
         composite: whether the text config lies under `text_config` of the model's config.
-        whole: a function that makes the whole model, on the meta device if it is not in memory.
         mistral_format: whether the folder holds params.json, Mistral's own format, beside config.json.
     """
 
@@ -64,10 +63,9 @@ class Model(ConfigModel):
         given_name: str = "",
         mistral_format: bool = False,
     ) -> None:
-        super().__init__(config, specs)
+        super().__init__(config, specs, whole)
         self.name = self.folder = name
         self.given_name, self.composite, self.mistral_format = given_name or name, composite, mistral_format
-        self.whole = whole or self.empty_model
 
     @cached_property
     def saved(self) -> dict[str, Any] | None:
