@@ -14,6 +14,8 @@ from rich.text import Text
 from rope_ext_hf.errors import MethodError, capital, printable, short
 from rope_ext_hf.eval.perplexity_measurement import DocumentLoss, PerplexityMeasurement
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity, Sweep
+from rope_ext_hf.eval.span_runs import SpanRuns
+from rope_ext_hf.eval.stored_states import head_of, token_names
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.geometry import patch_geometry
@@ -24,8 +26,8 @@ from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.reading.spans import Setting, prepare
 from rope_ext_hf.runs.charts import line_chart
 from rope_ext_hf.runs.chosen_methods import resolve_choice
-from rope_ext_hf.runs.kinds import RunKind, register_run_kind
-from rope_ext_hf.runs.labels import Method, MethodResult, label, method_key
+from rope_ext_hf.runs.kinds import register_run_kind
+from rope_ext_hf.runs.labels import Method, MethodResult, method_key
 from rope_ext_hf.runs.measurement import Cell, RunPlan
 from rope_ext_hf.runs.measures import RECENT, Evidence, Measure, exponential, perplexity_text
 from rope_ext_hf.runs.run import Run
@@ -151,7 +153,7 @@ _UNITS = {
 
 
 @register_run_kind
-class PerplexityRuns(RunKind):
+class PerplexityRuns(SpanRuns):
     """The kind of run that measures the perplexity of documents.
 
     Each document gets a value per cell; in these runs a cell is a context length in tokens.
@@ -159,7 +161,6 @@ class PerplexityRuns(RunKind):
 
     name = "perplexity"
     setting = Setting
-    items = "documents"
     units = LOSS_UNITS
     columns = (
         "length",
@@ -378,24 +379,6 @@ class PerplexityRuns(RunKind):
         )
         return [longppl, loss]
 
-    def speed(self, run: Run[Result]) -> str:
-        """Return the speed of reading, from the slowest result to the fastest, and the peak of GPU memory, in words."""
-        rates = sorted(result.tokens_per_second for result in run.results if result.tokens_per_second)
-        if not rates:
-            return "not timed"
-        slowest, fastest = f"{rates[0]:,.0f}", f"{rates[-1]:,.0f}"
-        text = f"{slowest if slowest == fastest else f'{slowest} to {fastest}'} tokens per second"
-        peak = max(result.gpu_bytes or 0 for result in run.results)
-        return f"{text}, at most {peak / 1e9:.1f} GB of GPU memory" if peak else text
-
-    def not_finite(self, run: Run[Result]) -> list[str]:
-        """Name, in words, the documents with a loss that is not finite: "yarn x4 at 4096 in war-and-peace"."""
-        return sorted(
-            f"{label(result.method)} at {result.length} in {name}"
-            for result in run.results
-            for name in result.nonfinite
-        )
-
 
 def loss_increase(run: Run[Result], key: str) -> Estimate | None:
     """Return how much a method raises the loss on short inputs, in nats per token.
@@ -480,7 +463,11 @@ def _plan(
     if question.unit == "bits" and not all(document.ends for document, _ in plan.documents):
         raise _no_bytes()
     name = question.data_name or documents.source
-    return RunPlan(PerplexityMeasurement(plan), name, unit=question.unit, **settings)
+    states, names = question.store_states or "", ""
+    if states:
+        names = token_names(model, tokenizer, plan)
+        head_of(model)  # raises an error where the states could not be stored
+    return RunPlan(PerplexityMeasurement(plan, states=states, names=names), name, unit=question.unit, **settings)
 
 
 def _no_bytes() -> MethodError:

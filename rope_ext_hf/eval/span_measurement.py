@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Pass, span_passes
 from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, Scored, Value
@@ -129,6 +130,25 @@ class SpanMeasurement(Measurement, Generic[V]):
         """
         ids, shift = self.plan.input_ids(self.plan.documents[item][0], start, stop)
         return ids, first - shift
+
+
+def scored_parts(one_pass: Pass, begin: int, count: int) -> Iterator[tuple[Span, slice, int]]:
+    """Yield the spans whose targets are among some scored tokens of a pass.
+
+    Args:
+        one_pass: the pass.
+        begin: the place of the first of these tokens among those from `first_scored` on.
+        count: the number of these tokens.
+
+    Yields:
+        A span; those of these tokens that are targets of it, as a slice; and the number of targets of the span that
+        come before them.
+    """
+    first = first_scored(one_pass) + begin
+    for span in one_pass.spans:
+        start, stop = max(span.score_from, first), min(span.score_to, first + count)
+        if start < stop:
+            yield span, slice(start - first, stop - first), start - span.score_from
 
 
 def first_scored(one_pass: Pass) -> int:

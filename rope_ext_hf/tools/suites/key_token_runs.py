@@ -306,4 +306,4 @@ def score_key_tokens(
             f"{unknown[0]!r}: LongPPL is that of the others. Find the keys of all documents with --keys-by MODEL"
         )
     origin = f"{short(printable(keys.evaluator))}: {keys.setting}"
-    return replace(plan, measurement=PerplexityMeasurement(text, masks, origin))
+    return replace(plan, measurement=plan.measurement.with_keys(masks, origin))
