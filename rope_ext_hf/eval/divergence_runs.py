@@ -33,6 +33,7 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import Pass, check_prompts, check_vocabulary
 from rope_ext_hf.runs.chosen_methods import resolve_choice
 from rope_ext_hf.runs.conclusions import Conclusion, conclude
+from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.kinds import register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label
 from rope_ext_hf.runs.measurement import Cell, Passed, RunPlan
@@ -184,8 +185,8 @@ class DivergenceRuns(SpanRuns):
 
     def fit(self, question: Divergence, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
         """Return the question (the arguments) and the methods, fitted to the longest length of the stored run."""
-        longest = max(question.lengths or StoredStates.open(Path(question.against)).plan.lengths)
-        return question, resolve_choice(methods, model, longest)
+        lengths = question.lengths or [int(length) for length, *_ in read_run(question.against).settings["cells"]]
+        return question, resolve_choice(methods, model, max(lengths))
 
     def plan(
         self, question: Divergence, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any

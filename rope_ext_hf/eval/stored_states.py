@@ -394,7 +394,7 @@ class StoredStates:
         run = read_run(folder)
         setting = run.settings["setting"]
         states = Path(folder) / STATES
-        if not setting.get("states"):
+        if run.settings["kind"] != "perplexity" or not setting.get("states"):
             raise FileError(
                 f"the run in {str(folder)!r} has no stored hidden states; measure it again with --store-states model"
             )
