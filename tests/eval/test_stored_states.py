@@ -15,7 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rope_ext_hf import files
 from rope_ext_hf.errors import FileError, MethodError, UnsupportedModelError
 from rope_ext_hf.eval import Perplexity, divergence, measure, perplexity
 from rope_ext_hf.eval.stored_states import StoredStates, stored_bytes
@@ -38,8 +37,13 @@ TEXTS = [document(seed) for seed in range(2)]
 
 
 def stored(model: Any, out: Path, states: str = "model", **options: Any) -> Path:
-    question = {"lengths": LENGTHS, "targets": TARGETS, "bos": False, "chunk": 32} | options
+    question: dict[str, Any] = {"lengths": LENGTHS, "targets": TARGETS, "bos": False, "chunk": 32} | options
     return perplexity(model, TEXTS, store_states=states, out=out, **question).run.folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stored(build("llama"), tmp_path_factory.mktemp("runs"))
 
 
 @torch.no_grad()
@@ -114,10 +118,9 @@ def test_a_head_that_is_more_than_a_layer_is_refused_before_anything_is_read(tmp
         Perplexity(lengths=[32], data=TEXTS, store_states="model", bos=False).plan(model)
 
 
-def test_a_run_without_states_is_another_run(tmp_path: Path) -> None:
-    folder = stored(build("llama"), tmp_path)
+def test_a_run_without_states_is_another_run(folder: Path, tmp_path: Path) -> None:
     plain = perplexity(build("llama"), TEXTS, lengths=LENGTHS, targets=TARGETS, bos=False, chunk=32, out=tmp_path).run
-    assert plain.folder != folder
+    assert plain.folder.name != folder.name
     assert not (plain.folder / "states").exists()
     losses = [[result.loss for result in run.results] for run in (plain, read_run(folder))]
     assert losses[0] == losses[1]
@@ -137,8 +140,8 @@ def present(folder: Path) -> dict[str, Path]:
     return {".".join(path.name.split(".")[1:3]): path for path in (folder / "states").glob("*.*.*.safetensors")}
 
 
-def test_an_interrupted_run_goes_on_and_has_no_record_without_states(tmp_path: Path) -> None:
-    whole = stored(build("llama"), tmp_path / "whole")
+def test_an_interrupted_run_goes_on_and_has_no_record_without_states(folder: Path, tmp_path: Path) -> None:
+    whole = folder
     question = Perplexity(
         lengths=LENGTHS, targets=TARGETS, bos=False, data=TEXTS, store_states="model", data_name="documents"
     )
@@ -152,18 +155,18 @@ def test_an_interrupted_run_goes_on_and_has_no_record_without_states(tmp_path: P
         out = tmp_path / str(passes)
         with pytest.raises(KeyboardInterrupt):
             measure(build("llama"), question, out=out, chunk=32, progress=stop)
-        (folder,) = out.iterdir()
-        before = {name: path.stat().st_mtime_ns for name, path in present(folder).items()}
-        assert files_of_records(folder) <= before.keys()
+        (begun,) = out.iterdir()
+        before = {name: path.stat().st_mtime_ns for name, path in present(begun).items()}
+        assert files_of_records(begun) <= before.keys()
         with pytest.raises(FileError, match=r"is not finished|has no result yet"):
-            StoredStates.open(folder)
-        assert stored(build("llama"), out) == folder
-        assert files_of_records(folder) == present(folder).keys() == {f"{i}.{n}" for i in (0, 1) for n in LENGTHS}
-        untouched = [name for name in before if present(folder)[name].stat().st_mtime_ns == before[name]]
+            StoredStates.open(begun)
+        assert stored(build("llama"), out) == begun
+        assert files_of_records(begun) == present(begun).keys() == {f"{i}.{n}" for i in (0, 1) for n in LENGTHS}
+        untouched = [name for name in before if present(begun)[name].stat().st_mtime_ns == before[name]]
         assert untouched
-        for name, path in present(folder).items():
+        for name, path in present(begun).items():
             assert path.read_bytes() == present(whole)[name].read_bytes()
-        assert not list((folder / "states").glob("*.part"))
+        assert not list((begun / "states").glob("*.part"))
 
 
 @pytest.mark.slow
@@ -189,7 +192,7 @@ def test_a_full_disk_is_an_error_before_and_while_states_are_written(
 ) -> None:
     usage = type("Usage", (), {"free": 5_000})
     with monkeypatch.context() as patched:
-        patched.setattr(files.shutil, "disk_usage", lambda path: usage)
+        patched.setattr(shutil, "disk_usage", lambda path: usage)
         with pytest.raises(
             FileError, match=r"18\.4 kB are to be written to .*, where 5\.0 kB are free; make room, and"
         ):
@@ -275,11 +278,6 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         "do not give the loss that the run recorded for 'text 0' at 32 tokens",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stored(build("llama"), tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("name", DAMAGES)

@@ -51,7 +51,8 @@ def log_probabilities(head: HeadLosses, outputs: Tensor) -> Tensor:
     logits = logits * (factor or 1.0) / (divisor or 1.0)
     if cap:
         logits = cap * torch.tanh(logits / cap)
-    return logits.log_softmax(-1)
+    probabilities: Tensor = logits.log_softmax(-1)
+    return probabilities
 
 
 def expected(p: Tensor, q: Tensor, targets: Tensor) -> Tensor:
@@ -128,8 +129,8 @@ def test_an_entry_that_neither_model_gives_counts_nothing() -> None:
     targets = TARGETS % 2000
     p, q = map(whole, heads)
     found = divergences(p, states(3), q, states(4), targets)
-    logits = [log_probabilities(head, x)[:, :2000] for head, x in ((p, states(3)), (q, states(4)))]
-    torch.testing.assert_close(found.double(), expected(*logits, targets), atol=2e-5, rtol=2e-6)
+    logs, other_logs = (log_probabilities(head, x)[:, :2000] for head, x in ((p, states(3)), (q, states(4))))
+    torch.testing.assert_close(found.double(), expected(logs, other_logs, targets), atol=2e-5, rtol=2e-6)
 
 
 @torch.inference_mode()
