@@ -200,7 +200,7 @@ class DivergenceRuns(SpanRuns):
                 f"{listed(f'{length:,}' for length in states.plan.lengths)}"
             )
         _check_model(states, model, tokenizer)
-        measurement = DivergenceMeasurement(states, lengths)
+        measurement = _DivergenceMeasurement(states, lengths)
         check_prompts(model, (), max(measurement.passes))
         return RunPlan(measurement, states.run.settings["data"], **settings)
 
@@ -318,7 +318,7 @@ class DivergenceRuns(SpanRuns):
         return replace(conclusion, text=f"{sentence} {conclusion.text}" if several else sentence)
 
 
-class DivergenceMeasurement(SpanMeasurement[DocumentDivergence]):
+class _DivergenceMeasurement(SpanMeasurement[DocumentDivergence]):
     """The measurement of the divergence from the distributions of a stored run; an item is a document.
 
     Args:

@@ -55,7 +55,7 @@ LOSS_UNITS = ("perplexity", "nats", "bits")
 """The units in which losses are shown; results.csv and results.json have all of them."""
 
 
-STATE_DTYPES = ("model", "float16", "float32")
+_STATE_DTYPES = ("model", "float16", "float32")
 """The dtypes in which last hidden states are stored; "model" is the dtype of the model."""
 
 
@@ -187,7 +187,7 @@ class Perplexity(LengthsQuestion):
         None,
         "Store the last hidden state of each scored token, with which --against compares other models: in the dtype "
         "of the model (model, which loses nothing), float16 or float32.",
-        among=STATE_DTYPES,
+        among=_STATE_DTYPES,
         metavar="DTYPE",
     )
     unit: str = argument(

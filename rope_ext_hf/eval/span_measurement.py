@@ -18,14 +18,14 @@ from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, Scored, Valu
 T = TypeVar("T")
 
 
-class SpanValue(Value, Protocol):
+class _SpanValue(Value, Protocol):
     """The value of one span of a document, or of several spans together."""
 
     def plus(self, other: Any) -> Any:
         """Return the value of the spans of both."""
 
 
-V = TypeVar("V", bound=SpanValue)
+V = TypeVar("V", bound=_SpanValue)
 
 
 class SpanMeasurement(Measurement, Generic[V]):

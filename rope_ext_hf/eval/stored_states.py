@@ -62,7 +62,7 @@ from rope_ext_hf.runs.run import Run
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-STATES = "states"  # the name of the folder in a run's folder
+_STATES = "states"  # the name of the folder in a run's folder
 _DESCRIPTION, _HEAD, _TEXT = "states.json", "head.safetensors", "text.safetensors"
 _FORMAT = 1
 _NAME = "states"  # the name of the tensor in a file of states
@@ -228,7 +228,7 @@ class StatesWriter:
         head: HeadLosses,
     ) -> None:
         linear = head_of(model)
-        self._folder, self._method, self._rows = folder / STATES, method, _Rows.of(plan)
+        self._folder, self._method, self._rows = folder / _STATES, method, _Rows.of(plan)
         self._hidden, self._dtype = linear.in_features, _DTYPES.get(dtype, linear.weight.dtype)
         self._begun = set[tuple[int, int]]()
         with disk_errors(self._folder, GO_ON):
@@ -393,7 +393,7 @@ class StoredStates:
         """
         run = read_run(folder)
         setting = run.settings["setting"]
-        states = Path(folder) / STATES
+        states = Path(folder) / _STATES
         if run.settings["kind"] != "perplexity" or not setting.get("states"):
             raise FileError(
                 f"the run in {str(folder)!r} has no stored hidden states; measure it again with --store-states model"

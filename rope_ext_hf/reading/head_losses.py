@@ -93,7 +93,7 @@ class HeadLosses:
     @property
     def is_plain(self) -> bool:
         """True if the head is only a weight and a bias, without hooks; a quantised head counts as not plain."""
-        return is_plain_head(self.head)
+        return is_linear_head(self.head) and not hasattr(self.head, "_hf_hook")  # accelerate's hook
 
     def width(self, hidden: Tensor, tensors: int = 1) -> int:
         """Return for how many entries of the vocabulary there is room, a power of two of at least 1,024.
@@ -121,11 +121,6 @@ class HeadLosses:
             part = slice(begin, begin + width)
             numbers = nn.functional.linear(hidden.to(weight.device), weight[part], None if bias is None else bias[part])
             yield self.finishing.logits(numbers)
-
-
-def is_plain_head(head: Any) -> bool:
-    """Return whether a head is only a weight and a bias, without hooks; a quantised head counts as not plain."""
-    return is_linear_head(head) and not hasattr(head, "_hf_hook")  # accelerate's hook
 
 
 def is_linear_head(head: Any) -> bool:
