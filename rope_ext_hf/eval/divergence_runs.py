@@ -481,4 +481,4 @@ def _share_cell(result: DivergenceResult, detailed: bool) -> Text:
 
 def _number(nats: float) -> str:
     """Return a divergence with three significant digits."""
-    return f"{nats:.3g}"
+    return f"{nats:.3g}" if math.isfinite(nats) else "not finite"

@@ -23,6 +23,7 @@ from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Corpus
+from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.results import Results
 from rope_ext_hf.runs.run import Run
@@ -187,7 +188,8 @@ def divergence(
 
     Args:
         model: as `measure` takes it.
-        against: the folder of a perplexity run that was measured with `store_states`, or that run.
+        against: the folder of a perplexity run that was measured with `store_states`; or that run, whose first method
+            is compared with.
         progress: called with the number of tokens read, after each pass; True: a bar of tqdm.
         **options: fields of `Divergence`, and further arguments of `measure`: methods, out and others.
 
@@ -200,8 +202,12 @@ def divergence(
         MethodError: the run has no such length, or no method with such a label.
         UnsupportedModelError: the model is read whole, so that it gives no last hidden states.
     """
-    folder = against.folder if isinstance(against, Run) else against
-    return results_of(model, Divergence, options | {"against": folder}, progress)
+    if isinstance(against, Run):
+        if against.results:  # the folder may hold the states of further methods
+            label = read_run(against.folder).names[against.results[0].key]
+            options = {"against_method": label} | options
+        against = against.folder
+    return results_of(model, Divergence, options | {"against": against}, progress)
 
 
 @forward(Sweep)

@@ -138,6 +138,20 @@ def test_the_bundled_model_and_yarn(tmp_path: Path) -> None:
         divergence(model, run.folder, against_method="dca")
 
 
+def test_a_run_is_compared_with_by_its_own_method(tmp_path: Path) -> None:
+    """A model and the same model patched share a folder."""
+    options: dict[str, Any] = {"lengths": [128], "bos": False, "store_states": "model", "out": tmp_path}
+    loaded, patched = (
+        perplexity(model, TEXTS, **options).run
+        for model in (build("llama"), rope.patch(build("llama"), "yarn", factor=2))
+    )
+    assert loaded.path == patched.path
+    of_loaded, of_patched = (divergence(build("llama"), run)[0] for run in (loaded, patched))
+    assert of_loaded.kl == pytest.approx(0, abs=1e-6)
+    assert of_patched.kl > 1e-3
+    assert of_patched.reference_perplexity == pytest.approx(patched.results[0].perplexity, rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("states", ["model", "float32"])
 def test_a_model_does_not_differ_from_itself(dtype: str, states: str, tmp_path: Path) -> None:
@@ -171,15 +185,15 @@ def test_every_protocol_compares_the_tokens_that_it_scores(protocol: str, method
     """A method for which lengths share no pass, against states of passes that they share, and the other way round."""
     loaded, patched = build("llama"), rope.patch(build("llama"), method)
     options: dict[str, Any] = {"protocol": protocol, "stride": 16}
-    for reference, model in ((loaded, patched), (patched, loaded)):
-        found = divergence(model, stored(reference, tmp_path, **options), chunk=32)
+    for name, reference, model in (("a", loaded, patched), ("b", patched, loaded)):
+        found = divergence(model, stored(reference, tmp_path / name, **options), chunk=32)
         for measured, of in ((found, model), (found, reference)):
             plain = perplexity(of, TEXTS, lengths=LENGTHS, targets=TARGETS, bos=False, **options)
-            name = "perplexity" if of is model else "reference_perplexity"
-            assert [getattr(r, name) for r in measured] == pytest.approx([r.perplexity for r in plain], rel=1e-5)
+            attribute = "perplexity" if of is model else "reference_perplexity"
+            assert [getattr(r, attribute) for r in measured] == pytest.approx([r.perplexity for r in plain], rel=1e-5)
             assert [r.tokens for r in measured] == [r.tokens for r in plain]
     if protocol == "truncate":
-        result = divergence(patched, stored(loaded, tmp_path, **options), lengths=[64])[0]
+        result = divergence(patched, stored(loaded, tmp_path / "a", **options), lengths=[64])[0]
         kls = []
         for text in TEXTS:
             p, q = (log_probabilities(each, text.ids[:64], 64)[:-1] for each in (loaded, patched))
