@@ -68,6 +68,7 @@ _FORMAT = 1
 _NAME = "states"  # the name of the tensor in a file of states
 _BLOCK = 2**24  # bytes that are read or written at a time
 _DTYPES = {"float16": torch.float16, "float32": torch.float32}
+_FLOATS = ("F16", "BF16", "F32", "F64")  # dtypes of heads and states, as safetensors names them
 _CHECKSUM = "crc32"  # in the metadata of each file: a damaged bit would be read as another number
 _LONGEST = 2**30  # tokens of a document; a larger number in a file would only ask for memory
 _MEASURE_AGAIN = "measure the run again with another --out"
@@ -414,20 +415,19 @@ class StoredStates:
         plan = _read_plan(states / _TEXT, run)
         if described["tokens"] != _tokens_digest(plan):
             raise FileError(f"{str(states / _TEXT)!r} has other tokens than the run read; {_MEASURE_AGAIN}")
-        head = _open_checked(states / _HEAD)
-        weight = head.tensors.get("weight")
-        if weight is None or len(weight.shape) != 2 or weight.dtype not in DTYPE_NAMES.values():
-            raise _damaged(head.path, "it has no weight (vocabulary, hidden)")
-        vocabulary, hidden = weight.shape
+        vocabulary, hidden = _head_shape(_open_checked(states / _HEAD))
         method = results[0].method
         contents, kind = RunContents.from_settings(run.settings), run_kind(run.settings["kind"])
         records = [r for r in read_records(run.folder, contents, kind.parse) if method_key(r.method) == chosen]
         nats = {(record.item, int(record.cell[0])): record.value.to_record()[0] for record in records}
+        counts = _Rows.of(plan).counts
+        if counts.keys() != nats.keys():
+            raise FileError(f"{str(states / _TEXT)!r} has other documents or lengths than the run; {_MEASURE_AGAIN}")
         files = {}
-        for place, count in _Rows.of(plan).counts.items():
+        for place, count in counts.items():
             file = _open_checked(states / _file_name(method, *place), check=False)
             info = file.tensors.get(_NAME)
-            if info is None or info.shape != (count, hidden) or not TORCH_DTYPES[info.dtype].is_floating_point:
+            if info is None or info.shape != (count, hidden) or info.dtype not in _FLOATS:
                 raise _damaged(file.path, f"it does not hold {count:,} states of {hidden:,} numbers")
             files[place] = file
         finishing = Finishing(**described["finishing"])
@@ -559,6 +559,18 @@ def _read_plan(path: Path, run: Run[Any]) -> EvalPlan:
     protocol = resolve_protocol(setting["protocol"])
     options = ProtocolOptions(setting["targets"], setting["stride"], max(1, len(prefix)))
     return EvalPlan(protocol, tuple(sorted(lengths)), options, prefix, tuple(documents), setting["left_out"])
+
+
+def _head_shape(file: SafetensorsFile) -> tuple[int, int]:
+    """Return the number of logits and the number of inputs of a head, after checking its weight and its bias."""
+    weight = file.tensors.get("weight")
+    if weight is None or len(weight.shape) != 2 or not file.tensors.keys() <= {"weight", "bias"}:
+        raise _damaged(file.path, "it has no weight (vocabulary, hidden)")
+    vocabulary, hidden = weight.shape
+    bias = file.tensors.get("bias", TensorInfo.from_shape(weight.dtype, (vocabulary,)))
+    if weight.dtype not in _FLOATS or (bias.dtype, bias.shape) != (weight.dtype, (vocabulary,)):
+        raise _damaged(file.path, "its weight and bias do not fit together")
+    return vocabulary, hidden
 
 
 def _check_plain(path: Path) -> None:
