@@ -239,7 +239,6 @@ class Divergence(LengthsQuestion):
     The model reads the tokens of the run, so that text, protocol and targets are those of the run.
     """
 
-    PANEL = "Comparison with a stored run"
     kind = "divergence"
     command = "ppl"
 
@@ -268,6 +267,8 @@ class Divergence(LengthsQuestion):
 class PerplexityOrDivergence(Perplexity):
     """The options of `ppl`: those of `Perplexity`, or of `Divergence` where `against` is given."""
 
+    PANEL = None
+
     lengths: tuple[int, ...] | Any | None = argument(
         None,
         "Context lengths in tokens, e.g. 4k,8k,16k (4k = 4096). Required without --against.",
@@ -282,6 +283,18 @@ class PerplexityOrDivergence(Perplexity):
     )
     against_method: str | None = argument(None, _described(Divergence, "against_method").help, metavar="LABEL")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.against is not None:
+            return
+        if self.against_method is not None:
+            raise MethodError("--against-method is for the run that --against names; give --against, too")
+        if self.lengths is None:
+            raise MethodError(
+                "--lengths is missing: give the context lengths in tokens, e.g. --lengths 4k,8k; or compare with a "
+                "stored run: --against FOLDER"
+            )
+
     def chosen(self, stated: Collection[str]) -> LengthsQuestion:
         """Return the arguments of the measurement that the options ask for.
 
@@ -289,17 +302,10 @@ class PerplexityOrDivergence(Perplexity):
             stated: the names of the options that were given, also those with the value of their default.
 
         Raises:
-            MethodError: there are no lengths, or an option is given that the run named by `against` decides.
+            MethodError: an option is given that the run named by `against` decides.
         """
         names = {field.name for field, _ in Divergence.described_fields()}
         if self.against is None:
-            if self.against_method is not None:
-                raise MethodError("--against-method is for the run that --against names; give --against, too")
-            if self.lengths is None:
-                raise MethodError(
-                    "--lengths is missing: give the context lengths in tokens, e.g. --lengths 4k,8k; or compare with a "
-                    "stored run: --against FOLDER"
-                )
             fields = {field.name for field, _ in Perplexity.described_fields()}
             return Perplexity(**{name: value for name, value in self.arguments.items() if name in fields})
         others = {field.name for field, _ in self.described_fields()} - names

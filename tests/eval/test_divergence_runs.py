@@ -341,4 +341,4 @@ def test_options_that_the_run_decides_are_refused() -> None:
     with pytest.raises(MethodError, match="--data, --targets: text, protocol and targets are those of the run"):
         options.chosen({"against", "data", "targets"})
     with pytest.raises(MethodError, match="--lengths is missing"):
-        PerplexityOrDivergence().chosen(set())
+        PerplexityOrDivergence()
