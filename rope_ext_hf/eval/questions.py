@@ -136,7 +136,7 @@ class LengthsQuestion(Question):
 class Perplexity(LengthsQuestion):
     """Arguments for measuring perplexity and bits per byte by context length, on the same target tokens."""
 
-    PANEL = "Text"
+    PANEL: ClassVar[str | None] = "Text"
     kind = "perplexity"
     command = "ppl"
 
