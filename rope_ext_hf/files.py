@@ -468,12 +468,23 @@ def _check_room(staging: Path, dst: Path, size: int) -> None:
 
     Files that an interrupted run left in the staging folder are reused or removed, so their space counts as free.
     """
-    room = shutil.disk_usage(dst.parent).free
-    if staging.is_dir():
-        room += sum(file.stat().st_size for file in staging.iterdir())
+    present = sum(file.stat().st_size for file in staging.iterdir()) if staging.is_dir() else 0
+    check_room(dst, size, present=present)
+
+
+def check_room(path: Path, size: int, advice: str = _RETRY, *, present: int = 0) -> None:
+    """Raise FileError if the disk of a file or folder, which need not exist, has no room for `size` bytes.
+
+    Args:
+        path: the file or folder that the message names; the folder around it exists.
+        size: the bytes that are to be written.
+        advice: the end of the message.
+        present: bytes of these that are on the disk already.
+    """
+    room = shutil.disk_usage(path.parent).free + present
     if size > room:
         raise FileError(
-            f"{size_text(size)} are to be written to {str(dst)!r}, where {size_text(room)} are free; {_RETRY}"
+            f"{size_text(size)} are to be written to {str(path)!r}, where {size_text(room)} are free; {advice}"
         )
 
 

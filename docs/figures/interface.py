@@ -57,7 +57,17 @@ GROUPS = {
     "Memory": ("--tokens-per-pass", "--offload-cache"),
     "Upload": ("--push-to-hub", "--public", "--yes"),
     "Runs": ("--lengths", "--processes", "--out", "--dry-run"),
-    "Spans": ("--data", "--protocol", "--targets", "--stride", "--max-spans", "--bos", "--keys-by", "--key-window"),
+    "Spans": (
+        "--data",
+        "--protocol",
+        "--targets",
+        "--stride",
+        "--max-spans",
+        "--bos",
+        "--keys-by",
+        "--key-window",
+        "--store-states",
+    ),
     "GPUs": ("--gpus", "--gpu-memory", "--weight-bits"),
 }
 """Options that commands have together, under the name that stands for them in a command's list."""

@@ -34,7 +34,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64},
     **{"F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu},
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,31 @@ class SafetensorsFile:
             raise CheckpointError(f"{name!r} in {str(self.path)!r} is {info.dtype}, which torch has no dtype for")
         return _read_numbers(self.path, info.begin, info.end, TORCH_DTYPES[info.dtype]).view(info.shape)
 
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read the rows of a matrix from `start` to `stop` - 1 into memory of their own."""
+        info = self.tensors[name]
+        dtype, (rows, columns) = TORCH_DTYPES[info.dtype], info.shape
+        start, stop = min(start, rows), min(stop, rows)
+        begin, end = (info.begin + row * columns * dtype.itemsize for row in (start, stop))
+        return _read_numbers(self.path, begin, end, dtype).view(stop - start, columns)
+
+
+def safetensors_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
+    """Return the first bytes of a safetensors file, up to the first of its tensors, which follow without gaps.
+
+    Args:
+        tensors: the description of each tensor; where it is in a file does not matter.
+        metadata: texts by name.
+    """
+    begin, fields = 0, {}
+    for name, info in tensors.items():
+        end = begin + info.size
+        fields[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [begin, end]}
+        begin = end
+    header = json.dumps({"__metadata__": dict(metadata)} | fields, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
 
 def write_safetensors(
     path: Path, tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor], advance: Callable[[int], None]
@@ -140,15 +165,8 @@ def write_safetensors(
         read: returns a tensor, given its name.
         advance: called with the number of bytes of each tensor that was written.
     """
-    begin, fields = 0, {}
-    for name, info in tensors.items():
-        end = begin + info.size
-        fields[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [begin, end]}
-        begin = end
-    header = json.dumps({"__metadata__": {"format": "pt"}} | fields, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(safetensors_header(tensors, {"format": "pt"}))
         for name in tensors:
             data = tensor_bytes(read(name))
             file.write(data)
@@ -176,9 +194,9 @@ class TorchFile:
             ) from error
         self.tensors = {}
         for name, location in self._locations.items():
-            if location.dtype not in _DTYPE_NAMES:
+            if location.dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"{name!r} is {location.dtype}, which safetensors has no name for")
-            self.tensors[name] = TensorInfo.from_shape(_DTYPE_NAMES[location.dtype], location.shape)
+            self.tensors[name] = TensorInfo.from_shape(DTYPE_NAMES[location.dtype], location.shape)
 
     def read(self, name: str) -> Tensor:
         """Read one tensor, with the strides that it was saved with, into memory of its own."""

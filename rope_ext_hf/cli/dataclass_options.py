@@ -36,6 +36,8 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.questions import Argument, Question, kind_of, option_text
 
+STATED = "rope_ext_hf.stated"
+"""The key of a context's `meta` under which a command finds the names of the options that were typed or in a file."""
 FROM_FILE = "rope_ext_hf.from_file"
 """The key of a context's `meta` under which the command `run` puts the options of a run file, by their names."""
 
@@ -51,7 +53,9 @@ def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def run(context: typer.Context, **values: Any) -> Any:
-        values |= _values_of_file(command, context, values)
+        of_file = _values_of_file(command, context, values)
+        context.meta[STATED] = {*of_file, *(name for name in values if _is_typed(context, name))}
+        values |= of_file
         arguments = _arguments(command, values | {"context": context})
         for question in _questions_in(arguments.values()):
             question.check_early()
@@ -189,8 +193,7 @@ def _values_of_file(command: Callable[..., Any], context: typer.Context, values:
         for field, argument in question.described_fields()
     }
     for name in values:
-        source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE":
+        if not _is_typed(context, name):
             continue
         replaced = [name, *alternatives.get(name, ())]
         if name == "method":
@@ -198,6 +201,12 @@ def _values_of_file(command: Callable[..., Any], context: typer.Context, values:
         for other in replaced:
             of_file.pop(other, None)
     return of_file
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    """Return whether the option with this name stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _arguments(group: Any, values: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import print_error, print_note, print_result, print_table, print_text, progress_bar
+from rope_ext_hf.cli.dataclass_options import STATED
 from rope_ext_hf.cli.options import CONTINUES, DryRun, EvalOptions, Json, Model, Out, command
-from rope_ext_hf.errors import MethodError, count_text, duration, short
-from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, Sweep
+from rope_ext_hf.errors import MethodError, count_text, duration, short, size_text
+from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, PerplexityOrDivergence, Sweep
 from rope_ext_hf.files import json_text
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import MethodChoice
@@ -104,6 +105,11 @@ class ReaderOptions(ProcessOptions):
             if self.gpus is not None:
                 raise MethodError("--gpus is for --engine; transformers takes --device-map auto")
             return plan
+        if plan.measurement.takes_outputs:
+            raise MethodError(
+                "--store-states and --against need last hidden states, which an engine does not give; leave out "
+                "--engine, so that transformers reads the text"
+            )
         read_by_engine = plug_in("readers", self.engine)
         if read_by_engine is None:
             engines = ", ".join(plug_in_names("readers"))
@@ -129,14 +135,15 @@ class ReaderOptions(ProcessOptions):
 
 
 @command("Measure", interrupted=CONTINUES)
-def ppl(options: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
+def ppl(context: typer.Context, options: RunOptions, question: PerplexityOrDivergence, reader: ReaderOptions) -> None:
     """Measure perplexity by context length, under each method.
 
-    All methods, and the unpatched model, are scored on the same tokens.
+    All methods, and the unpatched model, are scored on the same tokens. With --against, the distributions of MODEL are
+    compared with those of an earlier run that has stored its last hidden states (--store-states).
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
-    Prepared(options, question, reader).measure()
+    Prepared(options, question.chosen(context.meta[STATED]), reader).measure()
 
 
 @command("Measure", interrupted=CONTINUES)
@@ -248,7 +255,7 @@ class Prepared:
             if options.dry_run:
                 self.forecast = _forecast(empty, load, plan, workers, options.out, question)
             else:
-                self.places = _check_memory(name, empty, load, plan, workers, question)
+                self.places = _check_memory(name, empty, load, plan, workers, question, options.out)
         self.load, self.plan, self.workers = load, plan, workers
 
     def measure(self) -> Run[Any]:
@@ -315,6 +322,7 @@ def _check_memory(
     plan: RunPlan[Any],
     workers: Workers,
     question: LengthsQuestion | None = None,
+    out: Path | None = None,
 ) -> dict[str, Any] | None:
     """Raise an error if a measurement does not fit into memory; else print the memory and time that it needs.
 
@@ -325,11 +333,13 @@ def _check_memory(
         plan: the plan of the measurement.
         workers: the processes that share the run.
         question: the options of the measurement; with others of them it would take less time.
+        out: the folder for results; given where anything besides results is written there.
 
     Returns:
         A device map for a model that is larger than its device; None for all others.
     """
     from rope_ext_hf.hub import find_device, loaded_dtype, loads_by_layer
+    from rope_ext_hf.reading.forecast import free_bytes
     from rope_ext_hf.reading.memory import check_memory, weight_places
 
     device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
@@ -343,6 +353,7 @@ def _check_memory(
         offload_cache=load.offload_cache,
         by_layer=plan.measurement.by_layer,
         fetch=plan.scorer is None and loads_by_layer(name, empty),
+        further_weights=plan.measurement.weight_bytes,
     )
     places = weight_places(empty, needed, dtype, device) if needed.fetched else None
     seconds = _seconds(empty, load, plan, workers)
@@ -356,6 +367,10 @@ def _check_memory(
     else:  # some methods need fewer passes
         tokens = f"{count_text(all_passes)} tokens in all"
     print_note("reads", f"{tokens}: about {duration(seconds)}")
+    if out is not None and (size := _stored_bytes(empty, load, plan)):
+        print_note(
+            "writes", f"{size_text(size)} of hidden states into {out}, where {size_text(free_bytes(out))} are free"
+        )
     if question is not None and (faster := _faster(empty, load, plan, workers, question)):
         print_note("faster", faster)
     too_short = getattr(plan.measurement.setting, "left_out", 0)
@@ -386,7 +401,8 @@ def _forecast(
     device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
     passes = plan.measurement.passes
     longest, offload = max(passes), load.offload_cache
-    how = {"offload_cache": offload, "by_layer": plan.measurement.by_layer}
+    how: dict[str, Any] = {"offload_cache": offload, "by_layer": plan.measurement.by_layer}
+    how["further_weights"] = plan.measurement.weight_bytes
     memory = estimate_memory(empty, longest, dtype, device=device, **how)
     memory_on_gpu = estimate_memory(empty, longest, dtype, device=torch.device("cuda"), **how)
     methods = [label(method.to_dict() if method else None) for method in plan.methods] or ["unpatched"]
@@ -399,10 +415,19 @@ def _forecast(
         device=device,
         memory=memory,
         gpu=memory_on_gpu,
-        disk=0,
+        disk=_stored_bytes(empty, load, plan),
         folder=str(out),
         faster="" if question is None else _faster(empty, load, plan, workers, question),
     )
+
+
+def _stored_bytes(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any]) -> int:
+    """Return the bytes that a measurement writes besides results."""
+    from rope_ext_hf.hub import loaded_dtype
+
+    dtype, methods = loaded_dtype(empty, load.dtype), max(1, len(plan.methods))
+    size: int = plan.measurement.stored_bytes(empty, dtype, methods)
+    return size
 
 
 def _faster(

@@ -1,7 +1,7 @@
 """Measure how well a model reads at long context lengths: perplexity, retrieval, lm-evaluation-harness.
 
 from rope_ext_hf.eval import Perplexity, measure
-from rope_ext_hf.eval import passkey, perplexity, sweep
+from rope_ext_hf.eval import divergence, passkey, perplexity, sweep
 from rope_ext_hf.eval import RopeHFLM      # needs lm-eval
 """
 
@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 from rope_ext_hf.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rope_ext_hf.eval.divergence_runs import DivergenceResult as DivergenceResult
     from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM as RopeHFLM
+    from rope_ext_hf.eval.measuring import divergence as divergence
     from rope_ext_hf.eval.measuring import measure as measure
     from rope_ext_hf.eval.measuring import passkey as passkey
     from rope_ext_hf.eval.measuring import perplexity as perplexity
     from rope_ext_hf.eval.measuring import sweep as sweep
     from rope_ext_hf.eval.perplexity_runs import Result as Result
+    from rope_ext_hf.eval.questions import Divergence as Divergence
     from rope_ext_hf.eval.questions import Passkey as Passkey
     from rope_ext_hf.eval.questions import Perplexity as Perplexity
     from rope_ext_hf.eval.questions import Sweep as Sweep

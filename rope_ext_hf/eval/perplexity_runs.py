@@ -1,35 +1,34 @@
-"""Runs that measure perplexity: the losses of documents at each context length, and the tables that show them."""
+"""Runs that measure perplexity: their results, and the tables that show them."""
 
 from __future__ import annotations
 
 import math
-from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, MethodError, capital, printable, short
+from rope_ext_hf.errors import MethodError, capital, printable, short
+from rope_ext_hf.eval.perplexity_measurement import DocumentLoss, PerplexityMeasurement
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity, Sweep
+from rope_ext_hf.eval.span_runs import SpanRuns
+from rope_ext_hf.eval.stored_states import head_of, token_names
 from rope_ext_hf.method_choice import MethodChoice
-from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.protocols import PROTOCOLS, Span, check_lengths, resolve_protocol
-from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import EvalPlan, Pass, Setting, prepare, span_passes
+from rope_ext_hf.reading.protocols import PROTOCOLS, check_lengths, resolve_protocol
+from rope_ext_hf.reading.scorer import Cost
+from rope_ext_hf.reading.spans import Setting, prepare
 from rope_ext_hf.runs.charts import line_chart
 from rope_ext_hf.runs.chosen_methods import resolve_choice
-from rope_ext_hf.runs.kinds import RunKind, register_run_kind
-from rope_ext_hf.runs.labels import Method, MethodResult, label, method_key
-from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
+from rope_ext_hf.runs.kinds import register_run_kind
+from rope_ext_hf.runs.labels import Method, MethodResult, method_key
+from rope_ext_hf.runs.measurement import Cell, RunPlan
 from rope_ext_hf.runs.measures import RECENT, Evidence, Measure, exponential, perplexity_text
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.statistics import Estimate, estimate
@@ -38,64 +37,10 @@ from rope_ext_hf.runs.tables import BEST_NOTE, beyond_mark, length_table
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["PerplexityMeasurement", "PerplexityRuns", "Result", "difference"]
+__all__ = ["PerplexityRuns", "Result", "difference"]
 
-T = TypeVar("T")
 _TOLERANCE = 0.05
 """The share by which a perplexity may be above that of short inputs and still count as reading well."""
-
-
-class DocumentLoss(NamedTuple):
-    """The loss of one document at one context length.
-
-    Attributes:
-        name: the name of the document.
-        nats: the loss, summed over the scored tokens.
-        tokens: number of scored tokens.
-        bytes: number of bytes of their text; 0 where that is not known.
-        spans: number of spans (pieces of text of one context length) that were read.
-        key_nats, key_tokens: loss and number of the key tokens among the scored ones, which are those that need the
-            long context (LongPPL); 0 if none were looked for.
-        recent_nats: the loss of the same tokens when the model as loaded reads only the last tokens before them, as
-            many as its context length has room for; None: not measured.
-    """
-
-    name: str
-    nats: float
-    tokens: int
-    bytes: int
-    spans: int
-    key_nats: float = 0.0
-    key_tokens: int = 0
-    recent_nats: float | None = None
-
-    def plus(self, other: DocumentLoss) -> DocumentLoss:
-        """Return the loss of this part of a document and of another part of it, together."""
-        recent_nats = None
-        if self.recent_nats is not None and other.recent_nats is not None:
-            recent_nats = self.recent_nats + other.recent_nats
-        return DocumentLoss(
-            self.name,
-            nats=self.nats + other.nats,
-            tokens=self.tokens + other.tokens,
-            bytes=self.bytes + other.bytes,
-            spans=self.spans + other.spans,
-            key_nats=self.key_nats + other.key_nats,
-            key_tokens=self.key_tokens + other.key_tokens,
-            recent_nats=recent_nats,
-        )
-
-    def to_record(self) -> list[float]:
-        """Return all fields but the name as a list for JSON.
-
-        The two numbers of key tokens are left out where there are none, and the last one where it is not known.
-        """
-        record = [self.nats, self.tokens, self.bytes, self.spans]
-        if self.key_tokens:
-            record += [self.key_nats, self.key_tokens]
-        if self.recent_nats is not None:
-            record.append(self.recent_nats)
-        return record
 
 
 @dataclass(frozen=True)
@@ -208,7 +153,7 @@ _UNITS = {
 
 
 @register_run_kind
-class PerplexityRuns(RunKind):
+class PerplexityRuns(SpanRuns):
     """The kind of run that measures the perplexity of documents.
 
     Each document gets a value per cell; in these runs a cell is a context length in tokens.
@@ -216,7 +161,6 @@ class PerplexityRuns(RunKind):
 
     name = "perplexity"
     setting = Setting
-    items = "documents"
     units = LOSS_UNITS
     columns = (
         "length",
@@ -435,221 +379,6 @@ class PerplexityRuns(RunKind):
         )
         return [longppl, loss]
 
-    def speed(self, run: Run[Result]) -> str:
-        """Return the speed of reading, from the slowest result to the fastest, and the peak of GPU memory, in words."""
-        rates = sorted(result.tokens_per_second for result in run.results if result.tokens_per_second)
-        if not rates:
-            return "not timed"
-        slowest, fastest = f"{rates[0]:,.0f}", f"{rates[-1]:,.0f}"
-        text = f"{slowest if slowest == fastest else f'{slowest} to {fastest}'} tokens per second"
-        peak = max(result.gpu_bytes or 0 for result in run.results)
-        return f"{text}, at most {peak / 1e9:.1f} GB of GPU memory" if peak else text
-
-    def not_finite(self, run: Run[Result]) -> list[str]:
-        """Name, in words, the documents with a loss that is not finite: "yarn x4 at 4096 in war-and-peace"."""
-        return sorted(
-            f"{label(result.method)} at {result.length} in {name}"
-            for result in run.results
-            for name in result.nonfinite
-        )
-
-
-class PerplexityMeasurement(Measurement):
-    """The measurement of the losses of documents, and of key tokens in them; an item is a document.
-
-    Key tokens are those whose prediction needs the long context, as LongPPL chooses them.
-
-    Args:
-        plan: the documents, and the spans (pieces of text) that are read and scored.
-        keys: for each document a mask of its key tokens, (tokens,) bool; None: no key tokens are looked for.
-        keys_from: the model that chose the key tokens, and how, in words.
-
-    Raises:
-        CorpusError: no scored token is a key token.
-    """
-
-    kind = "perplexity"
-    by_layer = True
-
-    def __init__(self, plan: EvalPlan, keys: Sequence[Tensor] | None = None, keys_from: str = "") -> None:
-        self.plan, self.keys, self.keys_from = plan, keys, keys_from
-        self.items = [document.name for document, _ in plan.documents]
-        targets, stride, bos = plan.options.targets, plan.options.stride, bool(plan.prefix)
-        self.setting = Setting(plan.protocol.name, targets, stride, bos, plan.left_out, keys_from)
-        self.passes = plan.passes(by_length=True)
-        # a token that is scored at two lengths counts twice
-        self.scored = sum(span.score_to - span.score_from for _, spans in plan.documents for span in spans)
-        if keys is not None and not self._scores_a_key_token(keys):
-            raise CorpusError(
-                f"none of the scored tokens is a key token ({keys_from}), so LongPPL has no value; give longer text or "
-                "longer lengths, or another evaluator, one that reads the longest length well"
-            )
-
-    def passes_under(self, method: RopeMethod | None, rotary: Rotary) -> list[int]:
-        """Return the number of tokens in each pass under a method; under some, lengths share passes (`span_passes`)."""
-        by_length = rotary.length_dependent if method is None else method.depends_on_length(rotary)
-        return self.plan.passes(by_length=by_length, recent=method is None)
-
-    def _scores_a_key_token(self, keys: Sequence[Tensor]) -> bool:
-        """Return whether any scored token is a key token.
-
-        `keys`: for each document a mask of its key tokens, (tokens,) bool.
-        """
-        return any(
-            mask[span.score_from : span.score_to].any()
-            for mask, (_, spans) in zip(keys, self.plan.documents, strict=True)
-            for span in spans
-        )
-
-    def cells(self, item: int) -> Sequence[Cell]:
-        """Return the cells for the document with this index: the context lengths at which it is read."""
-        _, spans = self.plan.documents[item]
-        return [(length,) for length in sorted({span.length for span in spans})]
-
-    def digested(self, cell: Cell) -> Iterable[bytes]:
-        """Return the bytes that identify what is read at one context length, for a digest.
-
-        They cover the token ids of all documents, the byte of the text at which each token ends, the key tokens, and
-        the spans.
-        """
-        yield repr(self.plan.prefix).encode()
-        for document, _ in self.plan.documents:
-            yield document.ids.numpy().tobytes()
-            yield array("q", document.ends).tobytes()  # where the bytes of each token end, for bits per byte
-        for mask in self.keys or ():
-            yield mask.numpy().tobytes()
-        for _, spans in self.plan.documents:
-            yield repr([span for span in spans if span.length == cell[0]]).encode()
-
-    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[DocumentLoss]:
-        """Score one document at some lengths, see `measure_items`."""
-        for _, cell, loss, cost in self.measure_items(scorer, [(item, cells)], progress):
-            yield cell, loss, cost
-
-    def measure_items(
-        self, scorer: TokenScorer, missing: Iterable[tuple[int, Sequence[Cell]]], progress: Passed
-    ) -> Iterator[tuple[int, Cell, DocumentLoss, Cost]]:
-        """Score documents at some lengths.
-
-        A pass through the model that scores tokens for several lengths is read once. The cost of a length is that of
-        all passes that score tokens for it. Passes that the scorer reads together share their time by their tokens.
-        """
-        unread = Counter[tuple[int, int]]()  # spans by document and length
-        passes: list[tuple[int, Pass]] = []
-        for item, cells in missing:
-            wanted = [span for span in self.plan.documents[item][1] if (span.length,) in cells]
-            unread.update((item, span.length) for span in wanted)
-            passes += [(item, one_pass) for one_pass in span_passes(wanted, by_length=scorer.by_length)]
-        losses: dict[tuple[int, int], DocumentLoss] = {}
-        costs: dict[tuple[int, int], Cost] = {}
-
-        def tokens_of(entry: tuple[int, Pass]) -> int:
-            return entry[1].stop - entry[1].start
-
-        def same_length(entry: tuple[int, Pass]) -> int:
-            return entry[1].context if scorer.by_length else 0
-
-        for batch in _grouped(passes, tokens_of, scorer.tokens_together, same_length):
-            scorer.take_cost()  # of what was read before, and belongs to no length
-            firsts = [min(span.score_from for span in one_pass.spans) for _, one_pass in batch]
-            stretches = [
-                (item, one_pass.start, one_pass.stop, first)
-                for (item, one_pass), first in zip(batch, firsts, strict=True)
-            ]
-            nats_of_passes = self._losses(scorer, stretches, batch[0][1].context)
-            cost = scorer.take_cost()
-            recent_nats = self._recent_losses(scorer, batch, progress)
-            for (item, one_pass), first, nats in zip(batch, firsts, nats_of_passes, strict=True):
-                progress(one_pass.stop - one_pass.start)
-                for span in one_pass.spans:
-                    span_nats = nats[span.score_from - first : span.score_to - first]
-                    loss = self._document_loss(item, span, span_nats, recent_nats.get((item, span)))
-                    earlier = losses.get((item, span.length))
-                    losses[item, span.length] = loss if earlier is None else earlier.plus(loss)
-                    unread[item, span.length] -= 1
-                for length in sorted({span.length for span in one_pass.spans}):
-                    entry = item, length
-                    costs[entry] = costs.get(entry, Cost()).plus(cost.share(one_pass.stop - one_pass.start))
-                    if not unread[entry]:
-                        yield item, (length,), losses[entry], costs[entry]
-
-    def _losses(self, scorer: TokenScorer, stretches: Sequence[tuple[int, int, int, int]], length: int) -> list[Tensor]:
-        """Read stretches of documents together, and return the losses of their last tokens, (tokens,) float64 each.
-
-        Args:
-            scorer: reads the tokens.
-            stretches: the index of the document; the first token that is read, and the one after the last; and the
-                first token that is scored.
-            length: the length at which length-dependent methods are held.
-        """
-        texts = []
-        for item, start, stop, first in stretches:
-            ids, shift = self.plan.input_ids(self.plan.documents[item][0], start, stop)
-            texts.append((ids, first - shift))
-        return [losses.to(torch.float64) for losses in scorer.losses_together(texts, length=length)]
-
-    def _recent_losses(
-        self, scorer: TokenScorer, batch: Sequence[tuple[int, Pass]], progress: Passed
-    ) -> dict[tuple[int, Span], float]:
-        """Return for some spans the loss of their targets, in nats, when only the last tokens before them are read.
-
-        The model as loaded alone is measured so, under a protocol that has this reference; see `EvalPlan.recent`. The
-        result has the index of the document and the span as its keys.
-        """
-        if not scorer.unpatched:
-            return {}
-        spans = [
-            (item, span, recent) for item, one_pass in batch for span, recent in self.plan.recent_spans(one_pass.spans)
-        ]
-        losses = {}
-        for group in _grouped(spans, lambda _: self.plan.recent, scorer.tokens_together):
-            stretches = [(item, recent.start, recent.stop, recent.score_from) for item, _, recent in group]
-            nats_of_group = self._losses(scorer, stretches, self.plan.recent)
-            for (item, span, recent), nats in zip(group, nats_of_group, strict=True):
-                losses[item, span] = nats[: recent.score_to - recent.score_from].sum().item()
-                progress(recent.stop - recent.start)
-        return losses
-
-    def _document_loss(self, item: int, span: Span, nats: Tensor, recent_nats: float | None) -> DocumentLoss:
-        """Return the loss of one span; `nats` are the losses of its targets, (targets,) float64."""
-        document, _ = self.plan.documents[item]
-        keys = nats[:0]
-        if self.keys is not None:
-            keys = nats[self.keys[item][span.score_from : span.score_to]]
-        return DocumentLoss(
-            document.name,
-            nats=nats.sum().item(),
-            tokens=len(nats),
-            bytes=document.bytes_between(span.score_from, span.score_to),
-            spans=1,
-            key_nats=keys.sum().item(),
-            key_tokens=len(keys),
-            recent_nats=recent_nats,
-        )
-
-
-def _grouped(
-    entries: Iterable[T], tokens: Callable[[T], int], most: int, alike: Callable[[T], object] = lambda _: None
-) -> Iterator[list[T]]:
-    """Yield neighbours in groups of at most `most` tokens, but of one entry at least.
-
-    Args:
-        entries: the entries.
-        tokens: a function that returns the number of tokens of an entry.
-        most: the number of tokens.
-        alike: a function whose result is equal for all entries of a group.
-    """
-    group: list[T] = []
-    total = 0
-    for entry in entries:
-        if group and (total + tokens(entry) > most or alike(entry) != alike(group[0])):
-            yield group
-            group, total = [], 0
-        group.append(entry)
-        total += tokens(entry)
-    if group:
-        yield group
-
 
 def loss_increase(run: Run[Result], key: str) -> Estimate | None:
     """Return how much a method raises the loss on short inputs, in nats per token.
@@ -734,7 +463,11 @@ def _plan(
     if question.unit == "bits" and not all(document.ends for document, _ in plan.documents):
         raise _no_bytes()
     name = question.data_name or documents.source
-    return RunPlan(PerplexityMeasurement(plan), name, unit=question.unit, **settings)
+    states, names = question.store_states or "", ""
+    if states:
+        names = token_names(model, tokenizer, plan)
+        head_of(model)  # raises an error where the states could not be stored
+    return RunPlan(PerplexityMeasurement(plan, states=states, names=names), name, unit=question.unit, **settings)
 
 
 def _no_bytes() -> MethodError:

@@ -9,7 +9,7 @@ the model. Nothing here imports torch, so that --help answers at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -18,7 +18,7 @@ from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.plug_ins import plug_in
-from rope_ext_hf.questions import Question, anything, argument, several
+from rope_ext_hf.questions import Argument, Question, anything, argument, several
 from rope_ext_hf.reading.corpora import check_name
 from rope_ext_hf.reading.protocols import protocol_help, resolve_protocol
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.measurement import RunPlan
     from rope_ext_hf.runs.run import Run
 
-__all__ = ["LengthsQuestion", "MeasureWith", "Passkey", "Perplexity", "Sweep"]
+__all__ = ["Divergence", "LengthsQuestion", "MeasureWith", "Passkey", "Perplexity", "Sweep"]
 
 
 class MeasureWith(Protocol):
@@ -55,6 +55,10 @@ LOSS_UNITS = ("perplexity", "nats", "bits")
 """The units in which losses are shown; results.csv and results.json have all of them."""
 
 
+_STATE_DTYPES = ("model", "float16", "float32")
+"""The dtypes in which last hidden states are stored; "model" is the dtype of the model."""
+
+
 def _loss_unit(value: Any) -> str:
     """Return the value if it is the name of a unit for losses; MethodError if it is not."""
     if value not in LOSS_UNITS:
@@ -73,6 +77,16 @@ def _most_spans(value: Any) -> int | None:
     if type(number) is not int or number < 1:
         raise MethodError(f"max_spans must be a whole number of at least 1, or 'all'; got {short(repr(value))}")
     return number
+
+
+def _some_lengths(lengths: Any) -> tuple[int, ...] | None:
+    """Return context lengths from an option or an argument; None stays None."""
+    return None if lengths is None else tuple(parse_lengths(lengths))
+
+
+def _described(question: type[Question], name: str) -> Argument:
+    """Return the description of the field with this name."""
+    return next(described for field, described in question.described_fields() if field.name == name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +136,7 @@ class LengthsQuestion(Question):
 class Perplexity(LengthsQuestion):
     """Arguments for measuring perplexity and bits per byte by context length, on the same target tokens."""
 
-    PANEL = "Text"
+    PANEL: ClassVar[str | None] = "Text"
     kind = "perplexity"
     command = "ppl"
 
@@ -169,6 +183,13 @@ class Perplexity(LengthsQuestion):
         parse=parse_length,
         metavar="TOKENS",
     )
+    store_states: str | None = argument(
+        None,
+        "Store the last hidden state of each scored token, with which --against compares other models: in the dtype "
+        "of the model (model, which loses nothing), float16 or float32.",
+        among=_STATE_DTYPES,
+        metavar="DTYPE",
+    )
     unit: str = argument(
         LOSS_UNITS[0],
         "Losses in tables, pictures and sentences: as perplexity, in nats (per token) or in bits (per byte).",
@@ -209,6 +230,92 @@ class Perplexity(LengthsQuestion):
         """Raise an error for an unknown protocol or text, before anything heavy is imported."""
         resolve_protocol(self.protocol)
         check_name(self.data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence(LengthsQuestion):
+    """Arguments for comparing the distributions of a model with those of a run that has stored its last hidden states.
+
+    The model reads the tokens of the run, so that text, protocol and targets are those of the run.
+    """
+
+    kind = "divergence"
+    command = "ppl"
+
+    lengths: tuple[int, ...] | Any | None = argument(
+        None,
+        "Some of the context lengths of the run. Default: all.",
+        parse=_some_lengths,
+        metavar="LENGTHS",
+    )
+    against: str | Any = argument(
+        MISSING,
+        "The folder of a run with --store-states. MODEL reads the same tokens, and each distribution is compared with "
+        "the stored one: KL divergence, and the share of tokens for which both have the same likeliest token. Text, "
+        "lengths and protocol are those of the run.",
+        parse=str,
+        metavar="FOLDER",
+    )
+    against_method: str | None = argument(
+        None,
+        "The method of that run to compare with, by its label, e.g. 'yarn x4'. Default: the first, unpatched.",
+        metavar="LABEL",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityOrDivergence(Perplexity):
+    """The options of `ppl`: those of `Perplexity`, or of `Divergence` where `against` is given."""
+
+    PANEL = None
+
+    lengths: tuple[int, ...] | Any | None = argument(
+        None,
+        "Context lengths in tokens, e.g. 4k,8k,16k (4k = 4096). Required without --against.",
+        parse=_some_lengths,
+        metavar="LENGTHS",
+    )
+    against: str | Any | None = argument(
+        None,
+        _described(Divergence, "against").help,
+        parse=lambda folder: None if folder is None else str(folder),
+        metavar="FOLDER",
+    )
+    against_method: str | None = argument(None, _described(Divergence, "against_method").help, metavar="LABEL")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.against is not None:
+            return
+        if self.against_method is not None:
+            raise MethodError("--against-method is for the run that --against names; give --against, too")
+        if self.lengths is None:
+            raise MethodError(
+                "--lengths is missing: give the context lengths in tokens, e.g. --lengths 4k,8k; or compare with a "
+                "stored run: --against FOLDER"
+            )
+
+    def chosen(self, stated: Collection[str]) -> LengthsQuestion:
+        """Return the arguments of the measurement that the options ask for.
+
+        Args:
+            stated: the names of the options that were given, also those with the value of their default.
+
+        Raises:
+            MethodError: an option is given that the run named by `against` decides.
+        """
+        names = {field.name for field, _ in Divergence.described_fields()}
+        if self.against is None:
+            fields = {field.name for field, _ in Perplexity.described_fields()}
+            return Perplexity(**{name: value for name, value in self.arguments.items() if name in fields})
+        others = {field.name for field, _ in self.described_fields()} - names
+        decided = sorted(others.intersection(stated))
+        if decided:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in decided)
+            raise MethodError(
+                f"{options}: text, protocol and targets are those of the run that --against names; leave out {options}"
+            )
+        return Divergence(**{name: value for name, value in self.arguments.items() if name in names})
 
 
 @dataclass(frozen=True, kw_only=True)

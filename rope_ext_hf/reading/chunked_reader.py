@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
 from rope_ext_hf.patches.decoder_arguments import cache_parameter
 from rope_ext_hf.reading.chunked_attention import reading_in_chunks
-from rope_ext_hf.reading.head_losses import HeadLosses
+from rope_ext_hf.reading.head_losses import Finishing, HeadLosses
 from rope_ext_hf.reading.layer_reader import LayerReader
 from rope_ext_hf.reading.offloaded_weights import loaded_once
 from rope_ext_hf.reading.span_cache import SpanCache
@@ -31,6 +31,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+UseOfOutputs: TypeAlias = Callable[[int, int, Tensor, Tensor], T]
+"""A function of the outputs of a decoder that predict scored tokens of a text.
+
+Its arguments are the number of the text, the place of the first of these tokens among all scored tokens of the text,
+the outputs (tokens, hidden), and the tokens that they predict, (tokens,) int64. It may be called again from the first
+text on, with smaller chunks, where the device ran out of memory.
+"""
 _MIN_CHUNK = 16  # tokens; below it, smaller chunks hardly need less memory
 
 
@@ -76,7 +83,8 @@ class ChunkedReader:
     def head_losses(self) -> HeadLosses:
         """The object that computes logits and losses from the decoder's output, by the head of the model."""
         config = self.model.config.get_text_config()
-        return HeadLosses(self.head, config, self.model.dtype, self.head_bytes, self.finish)
+        finishing = Finishing.from_config(config) if self.finish else Finishing()
+        return HeadLosses(self.head, finishing, config.vocab_size, self.model.dtype, self.head_bytes)
 
     # --- memory
 
@@ -179,43 +187,48 @@ class ChunkedReader:
     def losses(self, texts: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
         """Return the negative log-likelihoods of the tokens of texts, each a tensor (tokens,).
 
+        `texts`: each text, (tokens,) int64, and the position of its first token that is scored.
+        """
+        head = self.head_losses
+        parts = self.scored(texts, lambda number, begin, outputs, targets: head.losses(outputs, targets))
+        return [torch.cat(parts_of_text) for parts_of_text in parts]
+
+    def scored(self, texts: Sequence[tuple[Tensor, int]], use: UseOfOutputs[T]) -> list[list[T]]:
+        """Read texts, and return what `use` makes of the outputs that predict scored tokens, by text and chunk.
+
         They are read layer by layer if the decoder can be read so. Offloaded weights then come to their device once for
         all texts.
 
         Args:
             texts: each text, (tokens,) int64, and the position of its first token that is scored.
+            use: is called with the outputs of each chunk of each text, in order.
         """
-        head = self.head_losses
 
-        def losses_of_chunk(number: int, start: int, hidden: Tensor) -> Tensor:
+        def use_of_chunk(number: int, start: int, hidden: Tensor) -> T:
             ids, first = texts[number]
             # the output at position p predicts the token at p + 1
             begin, end = max(start, first - 1), start + hidden.shape[0]
-            return head.losses(hidden[begin - start :], ids[begin + 1 : end + 1].to(hidden.device))
+            targets = ids[begin + 1 : end + 1].to(hidden.device)
+            return use(number, begin + 1 - first, hidden[begin - start :], targets)
 
         spans = [ids[:-1] for ids, _ in texts]
         if self.layers is not None:
-            parts = self.outputs_by_layer(spans, losses_of_chunk, [first - 1 for _, first in texts])
-            return [torch.cat(parts_of_text) for parts_of_text in parts]
-        losses = []
+            return self.outputs_by_layer(spans, use_of_chunk, [first - 1 for _, first in texts])
+        results = []
         for number, (span, (_, first)) in enumerate(zip(spans, texts, strict=True)):
             chunks = self.hidden(span, self.empty_cache(len(span)))
-            scored = [losses_of_chunk(number, start, x) for start, x in chunks if start + len(x) >= first]
-            losses.append(torch.cat(scored))
-        return losses
+            results.append([use_of_chunk(number, start, x) for start, x in chunks if start + len(x) >= first])
+        return results
 
     def outputs_by_layer(
-        self,
-        texts: Sequence[Tensor],
-        use: Callable[[int, int, Tensor], Tensor] = lambda number, start, hidden: hidden,
-        first: Sequence[int] | None = None,
-    ) -> list[list[Tensor]]:
+        self, texts: Sequence[Tensor], use: Callable[[int, int, Tensor], T], first: Sequence[int] | None = None
+    ) -> list[list[T]]:
         """Read texts layer by layer, and return the results of `use` for the chunks of each text, in order.
 
         Args:
             texts: the texts, (tokens,) int64 each.
             use: a function of the number of a text, the position of the first token of a chunk, and the decoder's
-                output for the chunk, (tokens, hidden); default: the result is the output.
+                output for the chunk, (tokens, hidden).
             first: for each text the position of the first token whose chunk is used; default: all are.
         """
         layers = self.layers

@@ -49,9 +49,7 @@ class Forecast:
     @property
     def room(self) -> int:
         """The free bytes on the disk that holds the folder, which need not exist yet."""
-        path = Path(self.folder).absolute()
-        existing = next(parent for parent in (path, *path.parents) if parent.exists())
-        return shutil.disk_usage(existing).free
+        return free_bytes(Path(self.folder))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as a dictionary that can be written as JSON, with sizes in bytes."""
@@ -75,3 +73,10 @@ class Forecast:
         }
         lines = [wrapped(text, f"{name:<9}") for name, text in rows.items() if text]
         return "\n".join([*lines, NOTHING_RUN])
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes on the disk that holds a folder, which need not exist yet."""
+    path = folder.absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return shutil.disk_usage(existing).free

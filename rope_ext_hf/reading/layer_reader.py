@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from rope_ext_hf.patches.forward_context import ForwardContext, current_context,
 from rope_ext_hf.reading.offloaded_weights import loaded_once
 from rope_ext_hf.reading.span_cache import SpanCache
 
+T = TypeVar("T")
 _STATES = "hidden_states"  # the argument of a layer that some decoders give by name
 _EMBEDDINGS = "inputs_embeds"
 
@@ -214,10 +215,10 @@ class LayerReader:
         decode: Callable[..., Tensor],
         text: _Text,
         cache: SpanCache,
-        score: Callable[[int, Tensor], Tensor],
+        score: Callable[[int, Tensor], T],
         *,
         first: int = 0,
-    ) -> list[Tensor]:
+    ) -> list[T]:
         """Return `score(position, output)` for each chunk of a text that reaches beyond a position.
 
         Args:

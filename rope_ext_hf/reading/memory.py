@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -238,6 +239,7 @@ def estimate_memory(
     device: torch.device | None = None,
     offload_cache: bool = False,
     by_layer: bool = False,
+    further_weights: int = 0,
 ) -> MemoryEstimate:
     """Estimate the memory that reading spans of text (stretches read at once) takes.
 
@@ -248,12 +250,13 @@ def estimate_memory(
         device: the device that reads; default: the CPU.
         offload_cache: whether keys and values wait in main memory, and those of one layer at a time are on the device.
         by_layer: whether the spans are read layer by layer, if no layer shares the keys of another.
+        further_weights: bytes of weights on the device that are not the model's.
     """
     width = torch.finfo(dtype or model.dtype).bits // 8
     config: Any = model.config.get_text_config()
     cache = cached_bytes(config, longest, width=width)
     working, logits = budgets(device or _CPU)
-    weights = model.num_parameters() * width
+    weights = model.num_parameters() * width + further_weights
     if by_layer and not getattr(config, "num_kv_shared_layers", None):
         cache, waiting = _one_layer_bytes(config, longest, width=width), waiting_bytes(config, longest, width)
         return MemoryEstimate(weights, cache, working, logits=logits, waiting=waiting)
@@ -292,11 +295,12 @@ def check_memory(
     offload_cache: bool = False,
     by_layer: bool = False,
     fetch: bool = False,
+    further_weights: int = 0,
 ) -> MemoryEstimate:
     """Return the estimated memory for reading spans of text; raise an error if less is free.
 
     Args:
-        model, longest, dtype, device, offload_cache, by_layer: as in `estimate_memory`.
+        model, longest, dtype, device, offload_cache, by_layer, further_weights: as in `estimate_memory`.
         fetch: whether weights that the device has no room for may come to it a layer at a time, if the spans are read
             layer by layer; then the result has `fetched`.
         spread: whether the weights are spread over all GPUs and main memory, so that the free memory is that of all of
@@ -308,7 +312,8 @@ def check_memory(
     """
     if offload_cache and device.type == "cpu" and not spread:
         raise MethodError("on a CPU keys and values are in main memory anyway; leave out --offload-cache")
-    needed = estimate_memory(model, longest, dtype, device=device, offload_cache=offload_cache, by_layer=by_layer)
+    estimate = partial(estimate_memory, model, longest, dtype, device=device, further_weights=further_weights)
+    needed = estimate(offload_cache=offload_cache, by_layer=by_layer)
     main = available(_CPU)
     everywhere = main + sum(available(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
     free = everywhere if spread else available(device)
@@ -325,7 +330,7 @@ def check_memory(
     if not spread and device.type == "cuda" and needed.total <= everywhere:
         offers.append("--device-map auto (over all GPUs and main memory)")
     if not (offload_cache or needed.waiting) and device.type == "cuda":
-        offloaded = estimate_memory(model, longest, dtype, device=device, offload_cache=True)
+        offloaded = estimate(offload_cache=True)
         if offloaded.total <= free and offloaded.offloaded <= main:
             offers.append("--offload-cache (keys and values in main memory)")
     if dtype == torch.float32:

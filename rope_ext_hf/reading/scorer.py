@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from rope_ext_hf.patches.patching import fixed_length, patched
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, patched_slots, tables_of
 from rope_ext_hf.reading.chunk_check import CHECKED_TOKENS, why_not_in_chunks
-from rope_ext_hf.reading.chunked_reader import ChunkedReader
-from rope_ext_hf.reading.head_losses import negative_log_likelihoods_, power_of_two
+from rope_ext_hf.reading.chunked_reader import ChunkedReader, UseOfOutputs
+from rope_ext_hf.reading.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
 from rope_ext_hf.reading.memory import available, budgets, waiting_bytes, widest_activation
 from rope_ext_hf.reading.offloaded_weights import device_of_ids, is_offloaded
 from rope_ext_hf.reading.whole_reader import whole_logits
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["Cost", "TokenScorer", "check_numbers"]
+
+T = TypeVar("T")
 
 _SHARE_OF_TEXTS = 4  # texts that are read together get a quarter of the free memory, because a layer's weights come too
 
@@ -272,6 +274,49 @@ class TokenScorer:
                 negative_log_likelihoods_(parts, ids[first:]).cpu()
                 for parts, (ids, first) in zip(logits, texts, strict=True)
             ]
+
+    @property
+    def head(self) -> HeadLosses:
+        """The head of the model, which makes logits and losses of the decoder's outputs."""
+        return self.reader.head_losses
+
+    def check_outputs(self) -> None:
+        """Raise UnsupportedModelError if the model is read whole now, so that `outputs_together` has no outputs."""
+        because = self._why_whole()
+        if because is not None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} gives no last hidden states to store or to compare, because it is read "
+                f"whole: {because}. Its perplexity alone can be measured"
+            )
+
+    @torch.inference_mode()
+    def outputs_together(
+        self, texts: Sequence[tuple[Tensor, int]], use: UseOfOutputs[T], *, length: int | None = None
+    ) -> list[list[T]]:
+        """Read several texts, and return what `use` makes of the decoder's outputs that predict their scored tokens.
+
+        A decoder's output is what the head is given: the hidden state after the last norm. The outputs come one chunk
+        at a time, and are not kept. Texts are read in the order of `losses_together`.
+
+        Args:
+            texts: each text, (tokens,) int64, and the position of its first token that is scored.
+            use: a function that takes the number of the text, the place of the first of some scored tokens among all
+                scored tokens of the text, the outputs that predict them (tokens, hidden), and these tokens, (tokens,)
+                int64. It runs on the model's device, and should return a result on the CPU, so that the time of the
+                device is counted. If the device runs out of memory, it is called again from the first text on.
+            length: the length at which length-dependent methods are held; default: the length of the longest text.
+
+        Returns:
+            For each text the results of `use`, in the order of the text.
+
+        Raises:
+            UnsupportedModelError: as for `check_outputs`.
+        """
+        self.check_outputs()
+        texts = [(ids.to(self._device), first) for ids, first in texts]
+        lengths = [len(ids) for ids, _ in texts]
+        with self._timed(sum(lengths)), self._held_length(length or max(lengths)):
+            return self.reader.fit(lambda: self.reader.scored(texts, use))
 
     @torch.inference_mode()
     def candidates(

@@ -60,6 +60,8 @@ class Setting:
         left_out: the number of documents that were too short.
         keys: the model that chose the key tokens (those whose prediction needs long context, LongPPL), and its
             settings; "" if key tokens were not measured.
+        states: the dtype in which the last hidden states were stored: "model" (that of the model), "float16" or
+            "float32"; "" if they were not stored.
     """
 
     protocol: str
@@ -68,6 +70,7 @@ class Setting:
     bos: bool
     left_out: int
     keys: str = ""
+    states: str = ""
 
 
 def tokenize(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:

@@ -25,7 +25,7 @@ from rope_ext_hf.runs.measurement import Cell, RunContents, Value, cell_from_jso
 
 _JOURNALS = "records.*.jsonl"
 _CHUNKS = "chunks.json"
-_GO_ON = "make room, and the same command goes on where this one stopped"
+GO_ON = "make room, and the same command goes on where this one stopped"
 
 
 class Record(NamedTuple):
@@ -162,7 +162,7 @@ def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
         """Append a record to the journal, and return once it is on disk."""
         value = record.value.to_record()
         line = record._asdict() | {"cell": list(record.cell), "value": value, "cost": list(record.cost)}
-        with disk_errors(path, _GO_ON):
+        with disk_errors(path, GO_ON):
             unwritten = memoryview(json.dumps(line | {"crc": _checksum(line)}).encode() + b"\n")
             while unwritten:
                 unwritten = unwritten[file.write(unwritten) :]
@@ -175,7 +175,7 @@ def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
             fsync_path(folder)
         yield write
     finally:
-        with disk_errors(path, _GO_ON):  # a network file system may report only now that it is full
+        with disk_errors(path, GO_ON):  # a network file system may report only now that it is full
             file.close()
 
 

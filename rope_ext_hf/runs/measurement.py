@@ -8,14 +8,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from rope_ext_hf.errors import short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
+from rope_ext_hf.runs.labels import Method
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 __all__ = ["Cell", "Measurement", "Passed", "RunPlan", "Scored", "Value"]
@@ -87,6 +90,9 @@ class Measurement(ABC):
         short_passes: the number of passes over a few tokens, such as an answer, that follow each pass and continue from
             its cache; for estimates of the time.
         by_layer: whether it takes losses alone (`TokenScorer.losses`), so that a model may be read layer by layer.
+        takes_outputs: whether it takes the outputs of the decoder (`TokenScorer.outputs_together`), which an engine in
+            place of transformers does not give.
+        weight_bytes: the size of weights that it holds on the model's device beside those of the model.
         all_cells: the cells of every item, if all items have the same. A cell is a context length, alone or with a
             depth, a distance or a task.
     """
@@ -98,6 +104,8 @@ class Measurement(ABC):
     scored: int
     short_passes: int = 0
     by_layer: ClassVar[bool] = False
+    takes_outputs: bool = False
+    weight_bytes: int = 0
     all_cells: Sequence[Cell]
 
     def passes_under(self, method: RopeMethod | None, rotary: Rotary) -> Sequence[int]:
@@ -110,6 +118,27 @@ class Measurement(ABC):
             rotary: the rotary embedding that methods extend.
         """
         return self.passes
+
+    def stored_bytes(self, model: PreTrainedModel, dtype: torch.dtype, methods: int) -> int:
+        """Return the bytes that are written into the run's folder besides results, for the number of methods; 0 here.
+
+        Args:
+            model: the model, which may be on the meta device.
+            dtype: the dtype of its weights once it is loaded.
+            methods: the number of methods.
+        """
+        return 0
+
+    def begin(self, folder: Path | None, method: Method, scorer: TokenScorer) -> None:  # noqa: B027 - most need nothing
+        """Get ready to measure a method; by default there is nothing to do.
+
+        It is called before `measure_items`, for each method that has any item to score.
+
+        Args:
+            folder: the run's folder; None: the run is without files.
+            method: `RopeMethod.to_dict` of the method that is measured next, or None for the model as loaded.
+            scorer: reads the tokens through the model, patched with this method.
+        """
 
     def cells(self, item: int) -> Sequence[Cell]:
         """Return the cells in which the item with this index gets a value; by default `all_cells`.

@@ -61,7 +61,8 @@ class Evidence(IntEnum):
     ANSWER_LOSS = 3
     KEY_TOKENS = 4
     LOSS = 5
-    GAIN = 6  # a difference of losses, which also grows where the model reads worse without the evidence
+    DIVERGENCE = 6  # from another model, which need not be the better one
+    GAIN = 7  # a difference of losses, which also grows where the model reads worse without the evidence
 
 
 RECENT = "recent"
@@ -96,6 +97,7 @@ class Measure:
             its context length has room for. `RECENT` stands for it in place of a method's key.
         instead_of: the share of exact answers whose place this measure takes in comparisons where that share is at the
             floor (see `at_floor`); elsewhere this measure is shown and decides nothing. None: it decides everywhere.
+        digits: the format of a number that is neither a share nor a perplexity.
     """
 
     name: str
@@ -112,6 +114,7 @@ class Measure:
     of_positions: bool = False
     recent: Mapping[int, Sequence[tuple[float, float]]] = field(default_factory=dict)
     instead_of: Measure | None = None
+    digits: str = ".3f"
 
     @property
     def shares(self) -> bool:
@@ -272,7 +275,7 @@ class Measure:
             return "not finite"
         if self.shares:
             return f"{value:.1%}"
-        return perplexity_text(value) if self.exponential else f"{value:.3f}"
+        return perplexity_text(value) if self.exponential else f"{value:{self.digits}}"
 
     def change_text(self, change: Estimate) -> str:
         """Return a change with its sign: in percentage points, in percent of a perplexity, or in the unit."""
@@ -280,7 +283,7 @@ class Measure:
             return f"{100 * change.value:+.1f} points"
         if self.exponential:
             return f"{100 * math.expm1(min(change.value, _LARGEST)):+,.0f}%"
-        return f"{change.value:+.3f} {self.unit}"
+        return f"{change.value:+{self.digits}} {self.unit}"
 
 
 def exponential(nats: float) -> float:

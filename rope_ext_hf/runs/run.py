@@ -73,6 +73,10 @@ class RunDisplay(ABC):
         """Return the results as measures, which conclusions are drawn from; by default there are none."""
         return ()
 
+    def conclude(self, run: Run[Any]) -> Conclusion:
+        """Return the conclusion from a run, by default which method is best, at what cost, and up to which length."""
+        return conclude(run.findings)
+
     def summary(self, run: Run[Any]) -> dict[str, Any]:
         """Return further entries for results.json, besides settings and results, as JSON values."""
         return {}
@@ -216,8 +220,8 @@ class Run(Generic[R_co]):
 
     @cached_property
     def conclusion(self) -> Conclusion:
-        """The conclusion in at most four sentences: which method is best, at what cost, and up to which length."""
-        return conclude(self.findings)
+        """The conclusion in a few sentences: most often which method is best, at what cost, and up to which length."""
+        return self.kind.conclude(self)
 
     # --- other views of the same run ----------------------------------------------------------------------------------
 

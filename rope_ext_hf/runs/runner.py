@@ -180,6 +180,7 @@ class _Job:
         done: Container[tuple[str, int, Cell]],
         write: Callable[[journal.Record], object],
         progress: Progress,
+        folder: Path | None = None,
     ) -> None:
         """Score documents or prompts with every method.
 
@@ -189,6 +190,7 @@ class _Job:
             done: the values that are known already and left out: key of the method, index of the item, cell.
             write: called with each value.
             progress: called after each pass.
+            folder: the run's folder; None: the run is without files.
         """
         measurement = self.plan.measurement
         for key, (method, saved) in self.methods.items():
@@ -196,6 +198,8 @@ class _Job:
             with self._applied(method):
                 cells = {item: [c for c in measurement.cells(item) if (key, item, c) not in done] for item in items}
                 missing = [(item, left) for item, left in cells.items() if left]
+                if missing:
+                    measurement.begin(folder, saved, scorer)
                 for item, cell, value, cost in measurement.measure_items(scorer, missing, report):
                     write(journal.Record(saved, item, cell, value, cost))
 
@@ -307,7 +311,7 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
             write(record)
             workers.check()
 
-        job.score(scorer, items, done, add, progress)
+        job.score(scorer, items, done, add, progress, folder)
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:

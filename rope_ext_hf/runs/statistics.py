@@ -53,7 +53,13 @@ class Estimate(NamedTuple):
         return f"\n({number(self.low)} to {number(self.high)})"
 
 
-def estimate(sums: Sequence[float], weights: Sequence[float] | None = None, *, level: float = LEVEL) -> Estimate:
+def estimate(
+    sums: Sequence[float],
+    weights: Sequence[float] | None = None,
+    *,
+    level: float = LEVEL,
+    ends: tuple[float, float] = (-math.inf, math.inf),
+) -> Estimate:
     """Estimate the mean over items, or over paired differences, with Student's t interval.
 
     The mean is a ratio of two totals, `sum(sums) / sum(weights)`: nats per token, for example. Its standard error is
@@ -66,6 +72,7 @@ def estimate(sums: Sequence[float], weights: Sequence[float] | None = None, *, l
         weights: what each total is divided by, such as the item's tokens; default: 1 each. Items of weight 0 are
             ignored.
         level: confidence level of the interval.
+        ends: the least and the largest possible value, at which the interval is cut off.
     """
     pairs = list(zip(sums, [1.0] * len(sums) if weights is None else weights, strict=True))
     value = math.fsum(total for total, _ in pairs) / math.fsum(weight for _, weight in pairs)
@@ -76,7 +83,7 @@ def estimate(sums: Sequence[float], weights: Sequence[float] | None = None, *, l
     mean_weight = math.fsum(weight for _, weight in counted) / items
     residuals = [(total - value * weight) / mean_weight for total, weight in counted]
     error = math.sqrt(math.fsum(residual * residual for residual in residuals) / (items - 1) / items)
-    return _students(value, error, items, level)
+    return _students(value, error, items, level, ends)
 
 
 def estimate_share(shares: Sequence[float], *, level: float = LEVEL) -> Estimate:

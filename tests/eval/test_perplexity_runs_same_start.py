@@ -13,7 +13,8 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import measure, perplexity
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns
+from rope_ext_hf.eval.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.perplexity_runs import PerplexityRuns
 from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.reading.documents import Tokens

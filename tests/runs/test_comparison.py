@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.eval import compare_runs, passkey, perplexity, read_run
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss
+from rope_ext_hf.eval.perplexity_measurement import DocumentLoss
 from rope_ext_hf.eval.retrieval_runs import RetrievalSetting, TrialScore
 from rope_ext_hf.methods.static import NTK, Linear, Yarn
 from rope_ext_hf.reading.scorer import Cost

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns, Result
+from rope_ext_hf.eval.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.perplexity_runs import PerplexityRuns, Result
 from rope_ext_hf.eval.retrieval_runs import Retrieval
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn

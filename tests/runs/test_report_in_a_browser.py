@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss
+from rope_ext_hf.eval.perplexity_measurement import DocumentLoss
 from rope_ext_hf.eval.retrieval_runs import RetrievalSetting, TrialScore
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.pictures.html_page import html_page

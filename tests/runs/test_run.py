@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns, Result
+from rope_ext_hf.eval.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.perplexity_runs import PerplexityRuns, Result
 from rope_ext_hf.eval.retrieval_runs import RetrievalRuns
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.reading.spans import Setting

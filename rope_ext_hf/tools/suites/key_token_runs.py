@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import CorpusError, printable, short, warn_caller
-from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
+from rope_ext_hf.eval.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.eval.questions import MeasureWith, Perplexity
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.reading.documents import Document, Tokens
@@ -306,4 +306,4 @@ def score_key_tokens(
             f"{unknown[0]!r}: LongPPL is that of the others. Find the keys of all documents with --keys-by MODEL"
         )
     origin = f"{short(printable(keys.evaluator))}: {keys.setting}"
-    return replace(plan, measurement=PerplexityMeasurement(text, masks, origin))
+    return replace(plan, measurement=plan.measurement.with_keys(masks, origin))

@@ -23,7 +23,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import CorpusError, FileError
 from rope_ext_hf.eval import sweep
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns
+from rope_ext_hf.eval.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.perplexity_runs import PerplexityRuns
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.scorer import TokenScorer

@@ -22,7 +22,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, UnsupportedModelError
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns, Result
+from rope_ext_hf.eval.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.perplexity_runs import PerplexityRuns, Result
 from rope_ext_hf.files import json_text
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.spans import Setting, tokenize
