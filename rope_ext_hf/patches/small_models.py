@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.family_settings import LAYER_COUNTS
 from rope_ext_hf.patches.model_classes import class_to_load, empty_model
 
@@ -208,5 +209,12 @@ def _lists_by_layer(values: _Values) -> dict[str, list[Any]]:
 
 
 def _layers(values: _Values) -> int:
-    """Return the number of layers that a config states."""
-    return int(next(values[key] for key in LAYER_COUNTS if key in values))
+    """Return the number of layers that a config states.
+
+    Raises:
+        UnsupportedModelError: it states none under a name that is known.
+    """
+    for key in LAYER_COUNTS:
+        if key in values:
+            return int(values[key])
+    raise UnsupportedModelError("its config states no number of layers")

@@ -17,10 +17,11 @@ import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.head_blocks import HeadBlock, RowLayout
 from rope_ext_hf.checkpoints.probed_layouts import ProbedLayouts
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
+from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.families import families, family
 from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.patches.model_classes import empty_model
-from rope_ext_hf.patches.row_probe import probe_rows
+from rope_ext_hf.patches.row_probe import probe_rows, run_pairing
 from tests.support.checkpoint_folders import OTHER
 from tests.support.every_model import tiny
 from tests.support.models import ROTATING, small_config
@@ -261,3 +262,14 @@ def test_permute_for_rope_takes_keys_for_as_many_heads_as_queries() -> None:
     assert torch.equal(theirs._permute_for_rope(queries, config), layouts["q_proj"].to_pairing(queries, "half"))
     assert torch.equal(theirs._permute_for_rope(keys, config), keys)
     assert not torch.equal(layouts["k_proj"].to_pairing(keys, "half"), keys)
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "blt"])
+def test_a_class_without_rotary_modules_is_refused_with_that_reason(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="no rotary position embedding that can be replaced"):
+        rope.convert(tiny(model_type), to="interleaved", source_pairing="half")
+
+
+def test_a_config_without_a_number_of_layers_has_no_pairing() -> None:
+    """Nemotron H lists its layers, and states no number of them."""
+    assert run_pairing(tiny("nemotron_h").config) is None
