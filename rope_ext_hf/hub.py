@@ -290,11 +290,6 @@ def loads_by_layer(name: str | Path, empty: PreTrainedModel) -> bool:
     return not _is_folder(Path(source)) or any(Path(source).glob("*.safetensors"))
 
 
-def model_by_name(model: PreTrainedModel | str | Path) -> PreTrainedModel:
-    """Load the model with this name or path by `load_model`; return a model that is in memory as it is."""
-    return load_model(model) if isinstance(model, (str, Path)) else model
-
-
 def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
     """Return whether a folder or Hub id holds an adapter of PEFT instead of a model."""
     source = model_source(name)

@@ -86,6 +86,7 @@ def test_losses_of_a_model_that_is_larger_than_its_device(memory: dict[str, int]
     assert needed.total < size // 2
     assert "of weights in main memory or on disk, read a layer at a time" in str(needed)
     places = weight_places(model, needed, torch.float32, device)
+    assert places is not None
     layers = [places[f"model.layers.{index}"] for index in range(20)]
     here = "cpu" if device == CPU else 0
     assert 5 < layers.count(here) < 10
