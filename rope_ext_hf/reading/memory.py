@@ -16,9 +16,10 @@ import psutil
 import torch
 
 from rope_ext_hf.errors import CheckpointError, MethodError, size_text
+from rope_ext_hf.files import disk_folder, free_on_disk
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
 from rope_ext_hf.reading.layer_placement import LayerWeights, layer_map
-from rope_ext_hf.reading.waiting_states import Place, disk_folder, free_on_disk
+from rope_ext_hf.reading.waiting_states import Place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

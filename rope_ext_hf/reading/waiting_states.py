@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import tempfile
 import time
-from pathlib import Path
 from typing import Literal
 
-import psutil
 import torch
 from torch import Tensor
 
-from rope_ext_hf.files import disk_errors
+from rope_ext_hf.files import disk_errors, disk_folder
 
 Place = Literal["device", "memory", "disk"]
 
-_IN_MEMORY = frozenset({"tmpfs", "ramfs"})  # file systems that keep files in main memory
 _MEASURED_BYTES = 2**26
 _ADVICE = "set TMPDIR to a folder on a larger disk, or give shorter lengths"
 
@@ -92,25 +88,6 @@ def _in_file(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         else:
             file.truncate(size)
         return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=dtype).view(shape)
-
-
-def disk_folder() -> Path:
-    """Return the folder for temporary files (see `tempfile.gettempdir`), or /var/tmp if that one is in main memory."""
-    folder = Path(tempfile.gettempdir())
-    other = Path("/var/tmp")  # for large files, on Linux and macOS
-    return other if _is_in_memory(folder) and other.is_dir() and os.access(other, os.W_OK) else folder
-
-
-def free_on_disk() -> int:
-    """Return the free bytes of the disk with the folder for temporary files."""
-    return shutil.disk_usage(disk_folder()).free
-
-
-def _is_in_memory(folder: Path) -> bool:
-    """Return whether the file system of a folder keeps its files in main memory."""
-    above = [str(path) for path in (folder.resolve(), *folder.resolve().parents)]
-    mounted = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    return next((mounted[path] in _IN_MEMORY for path in above if path in mounted), False)
 
 
 def measure_moving(place: Place, device: torch.device) -> float:

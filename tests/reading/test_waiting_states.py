@@ -14,6 +14,7 @@ import torch
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
+from rope_ext_hf.files import disk_folder
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.reading import memory as reading_memory
 from rope_ext_hf.reading import waiting_states
@@ -21,7 +22,7 @@ from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.memory import check_memory, estimate_memory, place_of_states, state_bytes
 from rope_ext_hf.reading.operations import moving_seconds
 from rope_ext_hf.reading.scorer import TokenScorer
-from rope_ext_hf.reading.waiting_states import Place, WaitingStates, disk_folder, measure_moving
+from rope_ext_hf.reading.waiting_states import Place, WaitingStates, measure_moving
 from tests.reading.test_layer_reader import CHUNK, METHODS, saved, tokens
 from tests.support.commands import run
 from tests.support.models import build
@@ -37,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(waiting_states, "_is_in_memory", lambda folder: False)
+    monkeypatch.setattr("rope_ext_hf.files._is_in_memory", lambda folder: False)
     return folder
 
 
