@@ -96,7 +96,8 @@ def measure(
         over, context_length: what the methods extend, as `rope_ext_hf.patch` takes them.
         tokenizer: default: the one beside the model's weights. Texts begin with its BOS token if it adds one itself.
         chunk: tokens per pass of the decoder; default: as many as the free memory allows, up to a fixed number.
-        offload_cache: keep keys and values in main memory; the model's device holds those of one layer at a time.
+        offload_cache: keep keys and values in main memory while prompts are answered; the model's device holds those of
+            one layer at a time. Losses need those of one layer in any case.
         out: a folder in which the run's folder is written, as by `rope-ext ppl`; a run that is there already is
             continued. Default: no files.
         progress: called with the method's label and the number of tokens read, after each pass; True: a progress bar of
