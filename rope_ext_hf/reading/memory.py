@@ -396,7 +396,8 @@ def _fits(needed: MemoryEstimate, free: int) -> bool:
     """Return whether there is room for what is needed; `free`: the free bytes on the device."""
     main = available(_CPU)
     in_main = needed.offloaded <= main and needed.in_main <= _MAIN_SHARE * main
-    return needed.total <= free and in_main and needed.on_disk <= free_on_disk()
+    on_disk = not needed.on_disk or needed.on_disk <= free_on_disk()
+    return needed.total <= free and in_main and on_disk
 
 
 def check_memory(
@@ -440,8 +441,10 @@ def check_memory(
         if least.total <= free:
             offers.append(f"TMPDIR set to a folder on a disk with {size_text(least.on_disk)} free")
     by_length = least.cache + least.waiting
-    rooms = {by_length: free - (least.total - by_length), least.on_disk: free_on_disk()}
-    fitting = min(room * longest // max(1, size) for size, room in rooms.items()) // 256 * 256
+    fitting = (free - (least.total - by_length)) * longest // max(1, by_length)
+    if least.on_disk:
+        fitting = min(fitting, free_on_disk() * longest // least.on_disk)
+    fitting = fitting // 256 * 256
     if fitting > 0:
         offers.append(f"shorter lengths: up to {min(fitting, longest):,} tokens fit")
     raise CheckpointError(
