@@ -27,6 +27,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
 import yaml
 from filelock import FileLock, Timeout
 
@@ -518,8 +519,6 @@ def free_on_disk() -> int:
 
 def _is_in_memory(folder: Path) -> bool:
     """Return whether the file system of a folder keeps its files in main memory."""
-    import psutil
-
     above = [str(path) for path in (folder.resolve(), *folder.resolve().parents)]
     mounted = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     return next((mounted[path] in _IN_MEMORY for path in above if path in mounted), False)
