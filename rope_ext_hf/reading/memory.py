@@ -103,7 +103,7 @@ def waiting_bytes(config: Any, tokens: int, width: int = 2) -> int:
 
     These are a hidden state, and a vector for cos and one for sin, for each token.
     """
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    head_dim = max((layer.head_dim for layer in cached_layers(config)), default=0)  # some families have several
     return state_bytes(config, tokens, width) + 2 * head_dim * tokens * width
 
 
