@@ -234,7 +234,10 @@ def test_a_text_that_is_longer_than_memory_is_read_through_a_file(
     monkeypatch.setattr(waiting_states, "_in_file", note)
     needed, states = estimate_memory(load_empty(path), length, by_layer=True), length * 64 * 4
     others = needed.total - needed.working - needed.logits
-    monkeypatch.setattr(reading_memory, "available", lambda device: (others - states * 9 // 10) * 16 // 15)
+    for module in ("memory", "operations"):
+        monkeypatch.setattr(
+            f"rope_ext_hf.reading.{module}.available", lambda device: (others - states // 10 * 9) * 16 // 15
+        )
     found = perplexity(path, [document], lengths=[length], bos=False)
     assert files == [(1, length - 1, 64)]
     assert found[0].loss == pytest.approx(expected[0].loss, abs=1e-5)  # the chunks are smaller
