@@ -113,7 +113,8 @@ def one(way: str, lengths: list[int], device: str, dtype: str, vocabulary: int) 
                     results = perplexity(model, [document], lengths=measured, protocol="same-start", bos=False)
                 loss = results[-1].loss
         seconds = time.perf_counter() - started
-    cache = 2 * LAYERS * KV_HEADS * HEAD_DIM * length * ids.new_empty(0, dtype=model.dtype).element_size()
+    layers = 1 if scorer.by_layer else LAYERS  # whose keys and values are held at a time
+    cache = 2 * layers * KV_HEADS * HEAD_DIM * length * model.dtype.itemsize
     above = peak.highest - held - (0 if way == "ordinary" else cache)
     return {"seconds": seconds, "megabytes": above / 1e6, "loss": loss, "chunked": scorer.chunked, "kernel": kernel}
 

@@ -17,6 +17,7 @@ import secrets
 import shutil
 import socket
 import stat
+import tempfile
 import threading
 import time
 import tomllib
@@ -26,6 +27,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
 import yaml
 from filelock import FileLock, Timeout
 
@@ -38,7 +40,9 @@ __all__ = [
     "atomic_folder",
     "check_destination",
     "disk_errors",
+    "disk_folder",
     "foreign_errors",
+    "free_on_disk",
     "json_digest",
     "json_text",
     "list_files",
@@ -62,6 +66,7 @@ _COPY_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno
 """The errors of copy_file_range where it cannot copy between two files."""
 _SIGNED = "process "
 """The beginning of the text in a lock file. On a disk without locks, filelock writes a text of its own."""
+_IN_MEMORY = frozenset({"tmpfs", "ramfs"})  # file systems that keep files in main memory
 _RETRY = "make room and try again, or choose another place"  # the advice after a full disk, where no run can be resumed
 
 
@@ -509,6 +514,25 @@ def _open_staging(staging: Path, plan: dict[str, Any], resume: bool) -> None:
             shutil.rmtree(path)
         elif path.suffix not in _RESUMABLE_SUFFIXES and path.name != _PLAN_FILE:
             path.unlink()
+
+
+def disk_folder() -> Path:
+    """Return the folder for temporary files (see `tempfile.gettempdir`), or /var/tmp if that one is in main memory."""
+    folder = Path(tempfile.gettempdir())
+    other = Path("/var/tmp")  # for large files, on Linux and macOS
+    return other if _is_in_memory(folder) and other.is_dir() and os.access(other, os.W_OK) else folder
+
+
+def free_on_disk() -> int:
+    """Return the free bytes of the disk with the folder for temporary files."""
+    return shutil.disk_usage(disk_folder()).free
+
+
+def _is_in_memory(folder: Path) -> bool:
+    """Return whether the file system of a folder keeps its files in main memory."""
+    above = [str(path) for path in (folder.resolve(), *folder.resolve().parents)]
+    mounted = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    return next((mounted[path] in _IN_MEMORY for path in above if path in mounted), False)
 
 
 @contextmanager

@@ -9,9 +9,11 @@ message is one line.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import nn
 
 from rope_ext_hf.downloads import download, hub_answers
 from rope_ext_hf.errors import CheckpointError, MethodError, entry, one_line, short
-from rope_ext_hf.files import foreign_errors, read_json
+from rope_ext_hf.files import disk_folder, foreign_errors, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
@@ -245,7 +247,9 @@ def load_model(
             model, as a `peft.PeftModel`.
         dtype: the dtype of the weights, as torch has it or by its name; "auto": as they are saved.
         device: the name of a device; "auto": the GPU if there is one, else the CPU.
-        device_map: a device map of transformers, or a name that it has for one; it is used instead of `device`.
+        device_map: a device map of transformers, or a name that it has for one; it is used instead of `device`. If
+            parts of the model are to stay on disk, those of their weights that transformers converts while it reads
+            them are written to a temporary folder, which is removed with the model.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether Python code that comes with the model may run.
 
@@ -260,18 +264,17 @@ def load_model(
         arguments["device_map"] = device_map
     elif torch_device.type != "cpu":  # each tensor is read onto its device, without a copy of the model in main memory
         arguments["device_map"] = {"": torch_device}
-    with loading(f"the model {short(str(name))!r}"):
-        try:
-            model = from_pretrained(source, dtype=torch_dtype, trust_remote_code=trust_remote_code, **arguments)
-        except ValueError as error:
-            if "offload_folder" not in str(error):
-                raise
-            raise CheckpointError(
-                "its weights are converted while they are read (those of most mixtures of experts are), so that they "
-                "cannot stay on disk and be read a layer at a time; it needs main memory for all of them, or "
-                "--dtype bfloat16, which takes half of what float32 takes"
-            ) from error
+    with loading(f"the model {short(str(name))!r}"), ExitStack() as unless_loaded:
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            # transformers writes weights there that it converts while it reads them, one at a time; the experts of
+            # most mixtures are such weights, and all others stay in the files of the model
+            converted = TemporaryDirectory(prefix="rope-ext-converted-", dir=disk_folder(), ignore_cleanup_errors=True)
+            unless_loaded.callback(converted.cleanup)
+            arguments["offload_folder"] = converted.name
+        model = from_pretrained(source, dtype=torch_dtype, trust_remote_code=trust_remote_code, **arguments)
         check_pairing(model)
+        kept = unless_loaded.pop_all()
+        weakref.finalize(model, kept.close)  # when nothing refers to the model any more, and when the process ends
     return model.eval()
 
 
@@ -288,11 +291,6 @@ def loads_by_layer(name: str | Path, empty: PreTrainedModel) -> bool:
     if is_gguf(source) or getattr(empty.config, "quantization_config", None) is not None or is_adapter(source):
         return False
     return not _is_folder(Path(source)) or any(Path(source).glob("*.safetensors"))
-
-
-def model_by_name(model: PreTrainedModel | str | Path) -> PreTrainedModel:
-    """Load the model with this name or path by `load_model`; return a model that is in memory as it is."""
-    return load_model(model) if isinstance(model, (str, Path)) else model
 
 
 def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.reading.scorer import TokenScorer
+from rope_ext_hf.reading.waiting_states import Place
 from tests import test_gpu
 from tests.support.models import build, tokens
 from tests.support.simulated_cuda import CudaTensor, SimulatedCuda, no_waits, why_unavailable
@@ -313,6 +314,34 @@ def test_copies_of_a_span(device: SimulatedCuda, method: str | None, family: str
     torch.testing.assert_close(scorer.losses(ids, 10), first)
     assert (device.to_device, device.to_host) == (1, 1), device.places
     assert not device.waits, device.places
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_hidden_states_that_wait_elsewhere(device: SimulatedCuda, place: Place) -> None:
+    """Those of each chunk go to the device and back once a layer, beside the ids and losses of the whole text."""
+    model = build("llama").to("cuda")
+    scorer, ids = TokenScorer(model, chunk=64), tokens(400)[0]
+    expected = scorer.losses(ids, 10)
+    scorer.reader.place = place
+    device.reset()
+    assert torch.equal(scorer.losses(ids, 10), expected)
+    chunks, layers = -(-399 // 64), model.config.num_hidden_layers
+    assert (device.to_device, device.to_host) == (1 + chunks * (layers + 1),) * 2, device.places
+    assert not device.waits, device.places
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_hidden_states_between_two_devices(place: Place) -> None:
+    from accelerate import dispatch_model
+
+    expected = TokenScorer(build("llama"), chunk=64).losses(IDS[0], 5)
+    places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1}
+    places |= {"model.rotary_emb": 0, "lm_head": 1}
+    with SimulatedCuda(devices=2):
+        model = dispatch_model(build("llama"), {part: torch.device("cuda", index) for part, index in places.items()})
+        scorer = TokenScorer(model, chunk=64)
+        scorer.reader.place = place
+        torch.testing.assert_close(scorer.losses(IDS[0], 5), expected, atol=1e-3, rtol=0)
 
 
 # --- what is built on models -----------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext_hf.reading.forecast import Forecast
+    from rope_ext_hf.reading.memory import MemoryEstimate
     from rope_ext_hf.reading.operations import ReadingSpeed
     from rope_ext_hf.runs.measurement import Measurement, RunPlan
     from rope_ext_hf.runs.run import Run
@@ -251,12 +252,12 @@ class Prepared:
                 plan = _with_key_tokens(plan, question, options, load, workers, self.file)
             plan = processes.reading(plan, name, empty, load, workers)
             self.forecast: Forecast | None = None
-            self.places: dict[str, Any] | None = None
+            self.needed = _memory(name, empty, load, plan, check=not options.dry_run)
             if options.dry_run:
-                self.forecast = _forecast(empty, load, plan, workers, options.out, question)
+                self.forecast = _forecast(self.needed, empty, load, plan, workers, options.out, question)
             else:
-                self.places = _check_memory(name, empty, load, plan, workers, question, options.out)
-        self.load, self.plan, self.workers = load, plan, workers
+                _print_needs(self.needed, empty, load, plan, workers, question, options.out)
+        self.empty, self.load, self.plan, self.workers = empty, load, plan, workers
 
     def measure(self) -> Run[Any]:
         """Carry out the measurement and print its result; in a dry run, print the forecast and end the program."""
@@ -269,7 +270,7 @@ class Prepared:
         name = self.options.model
         with self.workers.in_step(), foreign_errors(f"the model {short(name)!r} could not be measured"):
             run = carry_out(
-                self.load.model(name, self.places),
+                _loaded(name, self.empty, self.load, self.needed),
                 self.plan,
                 out=self.options.out,
                 workers=self.workers,
@@ -296,12 +297,13 @@ def _with_key_tokens(
     def measure_with(source: str, make: Callable[[Any, Any], RunPlan[Any]]) -> Run[Any] | None:
         empty = evaluator.empty_model(source)
         key_plan = make(empty, evaluator.tokenizer(source))
+        needed = _memory(source, empty, evaluator, key_plan, check=not options.dry_run)
         if options.dry_run:
-            print_result(_forecast(empty, evaluator, key_plan, workers, options.out), options.as_json)
+            print_result(_forecast(needed, empty, evaluator, key_plan, workers, options.out), options.as_json)
             return None
-        places = _check_memory(source, empty, evaluator, key_plan, workers)
+        _print_needs(needed, empty, evaluator, key_plan, workers)
         run = carry_out(
-            evaluator.model(source, places),
+            _loaded(source, empty, evaluator, needed),
             key_plan,
             out=options.out,
             workers=workers,
@@ -315,63 +317,65 @@ def _with_key_tokens(
     return question.with_key_tokens(plan, measure_with)
 
 
-def _check_memory(
-    name: str,
-    empty: PreTrainedModel,
-    load: EvalOptions,
-    plan: RunPlan[Any],
-    workers: Workers,
-    question: LengthsQuestion | None = None,
-    out: Path | None = None,
-) -> dict[str, Any] | None:
-    """Raise an error if a measurement does not fit into memory; else print the memory and time that it needs.
+def _memory(
+    name: str, empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], *, check: bool = True
+) -> MemoryEstimate:
+    """Return the memory that a measurement needs; raise an error if less is free, unless `check` is false.
 
     Args:
         name: the model, as the command line has it.
         empty: the model, without its weights.
         load: the options for loading it.
         plan: the plan of the measurement.
-        workers: the processes that share the run.
+        check: whether to raise an error.
+    """
+    from rope_ext_hf.hub import find_device, loaded_dtype
+    from rope_ext_hf.runs.preflight import run_memory
+
+    dtype, device = loaded_dtype(empty, load.dtype), find_device(load.device)
+    return run_memory(name, empty, plan, dtype, device, spread=load.device_map is not None, check=check)
+
+
+def _print_needs(
+    needed: MemoryEstimate,
+    empty: PreTrainedModel,
+    load: EvalOptions,
+    plan: RunPlan[Any],
+    workers: Workers,
+    question: LengthsQuestion | None = None,
+    out: Path | None = None,
+) -> None:
+    """Print the memory and time that a measurement needs.
+
+    Args:
+        needed: the memory.
+        empty: the model, without its weights.
+        load: the options for loading it.
+        plan: the plan of the measurement.
+        workers: the processes that share the run; the first one prints.
         question: the options of the measurement; with others of them it would take less time.
         out: the folder for results; given where anything besides results is written there.
-
-    Returns:
-        A device map for a model that is larger than its device; None for all others.
     """
-    from rope_ext_hf.hub import find_device, loaded_dtype, loads_by_layer
+    from rope_ext_hf.hub import find_device
     from rope_ext_hf.reading.forecast import free_bytes
-    from rope_ext_hf.reading.memory import check_memory, weight_places
 
-    device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
-    passes = plan.measurement.passes
-    needed = check_memory(
-        empty,
-        max(passes),
-        dtype,
-        device,
-        spread=load.device_map is not None,
-        offload_cache=load.offload_cache,
-        by_layer=plan.measurement.by_layer,
-        fetch=plan.scorer is None and loads_by_layer(name, empty),
-        further_weights=plan.measurement.weight_bytes,
-    )
-    places = weight_places(empty, needed, dtype, device) if needed.fetched else None
-    seconds = _seconds(empty, load, plan, workers)
+    seconds, moving = _seconds(empty, load, plan, workers), _moving_seconds(needed, empty, load, plan, workers)
     if workers.rank != 0:
-        return places
-    if not needed.is_ample(device):
-        print_note("needs", str(needed))
+        return
+    if not needed.is_ample(find_device(load.device)):
+        print_note("needs", f"{needed}{f'; moving them takes about {duration(moving)}' if moving else ''}")
+    passes = plan.measurement.passes
     all_passes = sum(plan.passes(empty))
     if all_passes == max(1, len(plan.methods)) * sum(passes):
         tokens = f"{count_text(sum(passes))} tokens{_readers_clause(plan)}"
     else:  # some methods need fewer passes
         tokens = f"{count_text(all_passes)} tokens in all"
-    print_note("reads", f"{tokens}: about {duration(seconds)}")
+    print_note("reads", f"{tokens}: about {duration(seconds + moving)}")
     if out is not None and (size := _stored_bytes(empty, load, plan)):
         print_note(
             "writes", f"{size_text(size)} of hidden states into {out}, where {size_text(free_bytes(out))} are free"
         )
-    if question is not None and (faster := _faster(empty, load, plan, workers, question)):
+    if question is not None and (faster := _faster(empty, load, plan, workers, question, seconds)):
         print_note("faster", faster)
     too_short = getattr(plan.measurement.setting, "left_out", 0)
     if too_short:
@@ -379,10 +383,18 @@ def _check_memory(
         print_note("without", f"{too_short} {are} too short and left out")
     if most_spans := getattr(question, "max_spans", None):
         print_note("spans", f"at most {most_spans} per length; --max-spans all reads the whole text")
-    return places
+
+
+def _loaded(name: str, empty: PreTrainedModel, load: EvalOptions, needed: MemoryEstimate) -> PreTrainedModel:
+    """Return the model with its weights; those that do not fit the device wait in main memory or on disk."""
+    from rope_ext_hf.hub import find_device, loaded_dtype
+    from rope_ext_hf.reading.memory import weight_places
+
+    return load.model(name, weight_places(empty, needed, loaded_dtype(empty, load.dtype), find_device(load.device)))
 
 
 def _forecast(
+    needed: MemoryEstimate,
     empty: PreTrainedModel,
     load: EvalOptions,
     plan: RunPlan[Any],
@@ -390,7 +402,10 @@ def _forecast(
     out: Path,
     question: LengthsQuestion | None = None,
 ) -> Forecast:
-    """Return the time, memory and disk space that a measurement would take."""
+    """Return the time, memory and disk space that a measurement would take.
+
+    The arguments are those of `_print_needs`; `out` is the folder for results.
+    """
     import torch
 
     from rope_ext_hf.hub import find_device, loaded_dtype
@@ -398,26 +413,24 @@ def _forecast(
     from rope_ext_hf.reading.memory import estimate_memory
     from rope_ext_hf.runs.labels import label
 
-    device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
-    passes = plan.measurement.passes
-    longest, offload = max(passes), load.offload_cache
-    how: dict[str, Any] = {"offload_cache": offload, "by_layer": plan.measurement.by_layer}
+    longest, dtype = max(plan.measurement.passes), loaded_dtype(empty, load.dtype)
+    how: dict[str, Any] = {"offload_cache": load.offload_cache, "by_layer": plan.measurement.by_layer}
     how["further_weights"] = plan.measurement.weight_bytes
-    memory = estimate_memory(empty, longest, dtype, device=device, **how)
     memory_on_gpu = estimate_memory(empty, longest, dtype, device=torch.device("cuda"), **how)
+    seconds = _seconds(empty, load, plan, workers)
     methods = [label(method.to_dict() if method else None) for method in plan.methods] or ["unpatched"]
     lengths = sorted({int(cell[0]) for cell in plan.measurement.contents.counts})
     at = ", ".join(f"{length:,}" for length in lengths)
     return Forecast(
         does=(f"measure {plan.measurement.kind} of {plan.data} at {at} tokens: {', '.join(methods)}",),
         tokens=sum(plan.passes(empty)),
-        seconds=_seconds(empty, load, plan, workers),
-        device=device,
-        memory=memory,
+        seconds=seconds + _moving_seconds(needed, empty, load, plan, workers),
+        device=find_device(load.device),
+        memory=needed,
         gpu=memory_on_gpu,
         disk=_stored_bytes(empty, load, plan),
         folder=str(out),
-        faster="" if question is None else _faster(empty, load, plan, workers, question),
+        faster="" if question is None else _faster(empty, load, plan, workers, question, seconds),
     )
 
 
@@ -431,16 +444,21 @@ def _stored_bytes(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any])
 
 
 def _faster(
-    empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers, question: LengthsQuestion
+    empty: PreTrainedModel,
+    load: EvalOptions,
+    plan: RunPlan[Any],
+    workers: Workers,
+    question: LengthsQuestion,
+    seconds: float,
 ) -> str:
     """Return options with which a measurement takes minutes, and how long it takes then; empty if it does already.
 
-    They are fewer spans of text or prompts, and float32 where the CPU is at least twice as fast in it.
+    They are fewer spans of text or prompts, and float32 where the CPU is at least twice as fast in it. `seconds` is how
+    long the measurement takes as it is.
     """
     from rope_ext_hf.hub import find_device
     from rope_ext_hf.reading.operations import MINUTES
 
-    seconds = _seconds(empty, load, plan, workers)
     option = "trials" if isinstance(question, Passkey) else "max_spans"
     if seconds <= MINUTES or not hasattr(question, option):
         return ""
@@ -467,6 +485,17 @@ def _seconds(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], work
 
     speed = measure_speed(empty, find_device(load.device), loaded_dtype(empty, load.dtype))
     return _pass_seconds(empty, plan.measurement, speed, *plan.passes(empty)) / workers.count
+
+
+def _moving_seconds(
+    needed: MemoryEstimate, empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers
+) -> float:
+    """Estimate the seconds of moving hidden states to where they wait and back, from measured speeds."""
+    from rope_ext_hf.hub import find_device
+    from rope_ext_hf.reading.operations import moving_seconds
+
+    longest, device = max(plan.measurement.passes), find_device(load.device)
+    return moving_seconds(empty, plan.passes(empty), longest, needed, device) / workers.count
 
 
 def _pass_seconds(model: PreTrainedModel, measurement: Measurement, speed: ReadingSpeed, *passes: int) -> float:

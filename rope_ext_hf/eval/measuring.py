@@ -18,13 +18,15 @@ from rope_ext_hf.eval.divergence_runs import DivergenceResult
 from rope_ext_hf.eval.perplexity_runs import Result
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, Divergence, LengthsQuestion, Passkey, Perplexity, Sweep
 from rope_ext_hf.eval.retrieval_runs import Retrieval
-from rope_ext_hf.hub import load_model, load_tokenizer, model_by_name
+from rope_ext_hf.hub import load_empty, load_tokenizer
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Corpus
+from rope_ext_hf.reading.offloaded_weights import device_of_ids
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.measurement import RunPlan
+from rope_ext_hf.runs.preflight import load_for_run
 from rope_ext_hf.runs.results import Results
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.run_file import RunFile, run_file
@@ -58,8 +60,9 @@ class _EvaluatorRuns:
 
         `source`: the folder or Hub id of the model.
         """
-        evaluator = load_model(source, device=self.device, dtype=self.dtype)
-        plan = make(evaluator, load_tokenizer(source))
+        empty = load_empty(source)
+        plan = make(empty, load_tokenizer(source))
+        evaluator = load_for_run(source, empty, plan, device=self.device, dtype=self.dtype)
         return carry_out(evaluator, plan, out=self.out, file=self.file)
 
 
@@ -85,7 +88,8 @@ def measure(
 
     Args:
         model: a causal language model, patched or not, in any dtype, on any device; or a folder, a Hub id or
-            "reference", which is loaded.
+            "reference", which is loaded. Layers that do not fit its device are then read from main memory or disk, as
+            by `rope-ext ppl`.
         question: the measurement with its arguments: a `Perplexity`, `Sweep`, `Passkey` or `Divergence`.
         methods: one or several names or method objects, measured beside the model as loaded; None: the model as it is,
             alone.
@@ -94,7 +98,8 @@ def measure(
         over, context_length: what the methods extend, as `rope_ext_hf.patch` takes them.
         tokenizer: default: the one beside the model's weights. Texts begin with its BOS token if it adds one itself.
         chunk: tokens per pass of the decoder; default: as many as the free memory allows, up to a fixed number.
-        offload_cache: keep keys and values in main memory; the model's device holds those of one layer at a time.
+        offload_cache: keep keys and values in main memory while prompts are answered; the model's device holds those of
+            one layer at a time. Losses need those of one layer in any case.
         out: a folder in which the run's folder is written, as by `rope-ext ppl`; a run that is there already is
             continued. Default: no files.
         progress: called with the method's label and the number of tokens read, after each pass; True: a progress bar of
@@ -105,20 +110,27 @@ def measure(
         The run: `.results`, `.conclusion`, `.table()`, `.plot()`.
 
     Raises:
+        CheckpointError: a model that is given by its name cannot be loaded, or needs more memory than is free.
         CorpusError: no document is as long as the longest length, or the model's vocabulary lacks a token id.
         MethodError: an unknown method, protocol or task, or a number out of range.
         FileError: another process is writing this run, or its folder is damaged or cannot be written.
     """
-    name, model = model, model_by_name(model)
-    choice = methods
+    name, choice = model, methods
     if choice is not None and not isinstance(choice, MethodChoice):
         choice = MethodChoice(method=choice, factor=factors or (), over=over, context_length=context_length)
-    plan = question.plan(model, choice, tokenizer=tokenizer, chunk=chunk, offload_cache=offload_cache)
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "chunk": chunk, "offload_cache": offload_cache}
+    if isinstance(model, (str, Path)):
+        empty = load_empty(model)
+        empty.name_or_path = str(model)  # an adapter's own folder may hold the tokenizer
+        plan = question.plan(empty, choice, **settings)
+        model = load_for_run(model, empty, plan)
+    else:
+        plan = question.plan(model, choice, **settings)
     if out is not None and file is None:
         options: dict[str, Any] = {"tokens_per_pass": chunk, "offload_cache": offload_cache or None, "out": out}
         file = run_file(question, name, *([choice] if choice else []), tokenizer=tokenizer, **options)
     if isinstance(question, Perplexity):
-        plan = question.with_key_tokens(plan, _EvaluatorRuns(str(model.device), model.dtype, out, file))
+        plan = question.with_key_tokens(plan, _EvaluatorRuns(str(device_of_ids(model)), model.dtype, out, file))
     return carry_out(model, plan, out=out, progress=Progress.of(progress), file=file)
 
 

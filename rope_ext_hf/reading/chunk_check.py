@@ -1,12 +1,16 @@
 """Check that a model gives the same logits in chunks as in one ordinary forward, on a few tokens.
 
-Then it is also found out whether its layers can be read one after the other (`layer_reader`).
+Then it is also found out whether its layers can be read one after the other (`layer_reader`). Offloaded weights come to
+the device for each forward, so that a model with such weights is read layer by layer first: if that gives the logits of
+an ordinary forward, its weights have come twice, and nothing else is checked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +22,12 @@ from rope_ext_hf.patches.decoder_arguments import cache_parameter
 from rope_ext_hf.reading.chunked_attention import NotReadInChunksError
 from rope_ext_hf.reading.chunked_reader import ChunkedReader
 from rope_ext_hf.reading.layer_reader import LayerReader, NotReadByLayerError
+from rope_ext_hf.reading.offloaded_weights import is_offloaded
+from rope_ext_hf.reading.span_cache import SpanCache
 from rope_ext_hf.reading.whole_reader import whole_logits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CHECKED_TOKENS = 12
 """Tokens of the check. No window needs more of them, because windows are taken from the masks themselves."""
@@ -38,7 +47,13 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
     # Spread over the vocabulary: the first and the last ids are special tokens in most models, untrained in some.
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.linspace(vocabulary // 8, 7 * vocabulary // 8, CHECKED_TOKENS, device=device).long()
-    expected = _ordinary_logits(reader, ids)
+    expected = None
+    if is_offloaded(reader.decoder):
+        expected, equal = _logits_by_layer_first(reader, ids)
+        if equal:
+            return None
+    expected = _ordinary_logits(reader, ids) if expected is None else expected
+    _check_causal(reader, ids, expected)
     tolerance = _rounding_tolerance(reader, ids, expected)
     if reader.decoder is model or reader.head is None:
         return "the model's class does not separate its decoder from its head"
@@ -54,15 +69,13 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         # Raised by a class that takes no such cache. Too little memory and failed kernels are RuntimeErrors.
         return f"the model's decoder does not read onto a cache: {one_line(error)}"
-    for index, window in remapped_windows(model):
-        cache.seen.setdefault(index, set()).add(window)
-
+    windows = _safe_windows(model, cache)
     differences = []
     for finish in (True, False):  # some classes for images and text leave out the scale or cap that their text part has
         trial.finish = finish
         differences.append(_difference(trial.head_losses.logits(hidden), expected))
         if differences[-1] <= tolerance:
-            reader.finish, reader.windows = finish, cache.safe_windows()
+            reader.finish, reader.windows = finish, windows
             if layers is not None and _equal_by_layer(
                 replace(trial, layers=layers, windows=reader.windows), ids, hidden
             ):
@@ -85,13 +98,25 @@ def _layers(reader: ChunkedReader) -> LayerReader | None:
 def _equal_by_layer(reader: ChunkedReader, ids: Tensor, expected: Tensor) -> bool:
     """Return whether a decoder gives the same output layer by layer as with all layers on each chunk.
 
-    It does not if it does more between its layers than hand on one tensor, whatever that is: such a class raises an
-    error with the stand-ins of `layer_reader`, or has another output.
-
     Args:
         reader: the reader, which has `layers`.
         ids: the tokens of the check, (tokens,) int64.
         expected: the output with all layers on each chunk, (tokens - 1, hidden).
+    """
+    # The order changes no number; but some kernels of GPUs add in another order at each call.
+    bound = _bounds(reader.model.dtype)[0]
+    return any(_difference(output.float(), expected.float()) <= bound for output, _ in _outputs_by_layer(reader, ids))
+
+
+def _outputs_by_layer(reader: ChunkedReader, ids: Tensor) -> Iterator[tuple[Tensor, SpanCache]]:
+    """Yield what a decoder gives layer by layer, (tokens - 1, hidden), and the cache, for each way to give it tokens.
+
+    A decoder that does more between its layers than hand on one tensor raises an error with the stand-ins of
+    `layer_reader`, for which nothing is yielded, or has another output.
+
+    Args:
+        reader: the reader, which has `layers`; they are set to read in the way that was yielded last.
+        ids: the tokens of the check, (tokens,) int64.
     """
     assert reader.layers is not None
     another = ids.flip(0)  # a second text, whose keys take the place of those that a layer might still look for
@@ -99,41 +124,77 @@ def _equal_by_layer(reader: ChunkedReader, ids: Tensor, expected: Tensor) -> boo
         reader.layers.by_embeddings = by_embeddings  # some classes need ids in any case
         reader.forget()
         try:
-            with reader.attention():
+            cache = reader.empty_cache(len(another), by_layer=True)
+            with reader.attention(cache.see):
                 outputs, _ = reader.outputs_by_layer([ids[:-1], another], lambda number, start, hidden: hidden)
                 output = torch.cat(outputs)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception:  # whatever the class does with stand-ins
             continue
-        # The order changes no number; but some kernels of GPUs add in another order at each call.
-        if _difference(output.float(), expected.float()) <= _bounds(reader.model.dtype)[0]:
-            return True
-    return False
+        yield output, cache
+
+
+def _logits_by_layer_first(reader: ChunkedReader, ids: Tensor) -> tuple[Tensor | None, bool]:
+    """Return the logits of an ordinary forward, and whether the decoder gives the same ones layer by layer.
+
+    If it does, no logits depend on later tokens, because chunks do not see the chunks after them; and the reader is set
+    as `why_not_in_chunks` sets it. The logits are None if the model does not run with its layers watched.
+
+    Args:
+        reader: the reader, without `layers`.
+        ids: the tokens of the check, (tokens,) int64.
+    """
+    model, layers = reader.model, _layers(reader)
+    if reader.decoder is model or reader.head is None or layers is None:
+        return None, False
+    try:
+        with layers.watched():
+            expected = _ordinary_logits(reader, ids)
+    except UnsupportedModelError:
+        return None, False
+    trial = replace(reader, chunk=_CHUNK, longest=1, layers=layers)
+    for hidden, cache in _outputs_by_layer(trial, ids):
+        for finish in (True, False):
+            trial.finish = finish
+            if _difference(trial.head_losses.logits(hidden), expected) <= _bounds(model.dtype)[0]:
+                reader.finish, reader.windows, reader.layers = finish, _safe_windows(model, cache), layers
+                return expected, True
+    return expected, False
+
+
+def _safe_windows(model: PreTrainedModel, cache: SpanCache) -> dict[int, int]:
+    """Return the sliding windows by which keys may be dropped, by the index of the layer; see `SpanCache`.
+
+    `cache` has seen the attention of the model's layers, except under a remapping method.
+    """
+    for index, window in remapped_windows(model):
+        cache.seen.setdefault(index, set()).add(window)
+    return cache.safe_windows()
 
 
 def _ordinary_logits(reader: ChunkedReader, ids: Tensor) -> Tensor:
-    """Return the logits of an ordinary forward, and check that they do not depend on later tokens."""
-    model, decoder = reader.model, reader.decoder
-    name = type(model).__name__
-    # The same tokens but for the last one: in a causal model, no logits before it may change.
-    with_another_end = torch.cat([ids[:-1], ids[:1]])
+    """Return the logits of an ordinary forward, (tokens - 1, vocabulary)."""
     try:
-        logits = whole_logits(model, decoder, ids, len(ids) - 1)
-        others = whole_logits(model, decoder, with_another_end, len(ids) - 1)
+        return whole_logits(reader.model, reader.decoder, ids, len(ids) - 1)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
         raise UnsupportedModelError(
-            f"{name} cannot be measured, because it does not run on token ids alone: {one_line(error)}"
+            f"{type(reader.model).__name__} cannot be measured, because it does not run on token ids alone: "
+            f"{one_line(error)}"
         ) from error
-    if _difference(others, logits) > _bounds(model.dtype)[1]:
+
+
+def _check_causal(reader: ChunkedReader, ids: Tensor, expected: Tensor) -> None:
+    """Raise UnsupportedModelError if another last token changes the logits before it; `expected` are those logits."""
+    others = _ordinary_logits(reader, torch.cat([ids[:-1], ids[:1]]))
+    if _difference(others, expected) > _bounds(reader.model.dtype)[1]:
         raise UnsupportedModelError(
-            f"{name} cannot be measured, because it sees the tokens that it is to predict (another last token "
-            "changes the logits before it); load a causal language model, with is_decoder=True if its config "
-            "has that key"
+            f"{type(reader.model).__name__} cannot be measured, because it sees the tokens that it is to predict "
+            "(another last token changes the logits before it); load a causal language model, with is_decoder=True if "
+            "its config has that key"
         )
-    return logits
 
 
 def _rounding_tolerance(reader: ChunkedReader, ids: Tensor, expected: Tensor) -> float:

@@ -24,8 +24,10 @@ from rope_ext_hf.patches.decoder_arguments import cache_parameter
 from rope_ext_hf.reading.chunked_attention import reading_in_chunks
 from rope_ext_hf.reading.head_losses import Finishing, HeadLosses
 from rope_ext_hf.reading.layer_reader import LayerReader
+from rope_ext_hf.reading.memory import place_of_states
 from rope_ext_hf.reading.offloaded_weights import loaded_once
 from rope_ext_hf.reading.span_cache import SpanCache
+from rope_ext_hf.reading.waiting_states import Place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,6 +60,7 @@ class ChunkedReader:
         finish: whether to scale or cap the logits as the config says.
         layers: what reads the layers of the decoder one after the other; None: the decoder cannot be read so, or was
             not checked.
+        place: where hidden states wait between two layers; None: where they fit.
         windows: the sliding windows of layers that keep only the keys in their window, by the index of the layer.
         stored: a function that keys and values go through before they are cached, to round them for example; None: they
             are cached as they are.
@@ -74,6 +77,7 @@ class ChunkedReader:
     longest: int = 1
     finish: bool = True
     layers: LayerReader | None = None
+    place: Place | None = None
     windows: Mapping[int, int] = field(default_factory=dict)
     stored: Callable[[Tensor], Tensor] | None = None
     cache: SpanCache | None = None
@@ -235,7 +239,7 @@ class ChunkedReader:
         assert layers is not None
         cache = self.empty_cache(max(map(len, texts)), by_layer=True)
         decode = partial(self._decode, cache)
-        read = layers.read(decode, texts, cache, self.chunk)
+        read = layers.read(decode, texts, cache, self.chunk, self.place or self._place(texts, cache, layers))
         results = []
         with loaded_once([*layers.outside, *self.head.modules()]):
             for number in range(len(texts)):
@@ -243,6 +247,13 @@ class ChunkedReader:
                 begin = 0 if first is None else first[number]
                 results.append(layers.finish(decode, text, cache, partial(use, number), first=begin))
         return results
+
+    def _place(self, texts: Sequence[Tensor], cache: SpanCache, layers: LayerReader) -> Place:
+        """Return where the hidden states of texts, (tokens,) int64 each, wait between two layers."""
+        assert cache.shared is not None  # read layer by layer
+        tokens, coming = sum(map(len, texts)), layers.coming_bytes - cache.shared.bytes
+        config, device = self.model.config.get_text_config(), texts[0].device
+        return place_of_states(config, tokens, cache.capacity, self.model.dtype, device, coming=coming)
 
     def last_logits(self, ids: Tensor, count: int) -> Tensor:
         """Return the logits after each of the last `count` tokens of a text, (count, vocabulary) float32.

@@ -1,8 +1,8 @@
 """Read texts layer by layer: every chunk of every text goes through one layer before any goes through the next one.
 
 A decoder that reads chunk by chunk keeps the keys and values of all its layers until the text ends. Layer by layer,
-those of one layer are there at a time, and between two layers one hidden state per token waits. Weights that are kept
-elsewhere (`offloaded_weights`) come to the device once for all chunks of all texts.
+those of one layer are there at a time, and between two layers one hidden state per token waits (`waiting_states`).
+Weights that are kept elsewhere (`offloaded_weights`) come to the device once for all chunks of all texts.
 
 The decoder's own forward runs first, once per chunk, with stand-ins in place of its layers. They note what each layer
 is given beside the hidden states: masks, positions, cos and sin. Then each layer runs on all chunks. Then the decoder's
@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.patches.forward_context import ForwardContext, current_context, inside_of
-from rope_ext_hf.reading.offloaded_weights import loaded_once
+from rope_ext_hf.reading.offloaded_weights import loaded_once, offloaded_bytes
 from rope_ext_hf.reading.span_cache import SpanCache
+from rope_ext_hf.reading.waiting_states import Place, WaitingStates
 
 T = TypeVar("T")
 _STATES = "hidden_states"  # the argument of a layer that some decoders give by name
@@ -100,23 +100,18 @@ class _Text:
     Attributes:
         ids: (tokens,) int64.
         chunks: its chunks.
-        states: the hidden states of all its tokens, (1, tokens, ...); each layer overwrites them.
+        states: the hidden states of all its tokens; each layer overwrites them.
     """
 
     ids: Tensor
     chunks: list[_Chunk]
-    states: Tensor
+    states: WaitingStates
 
     def run_layer(self, index: int) -> None:
         """Run the layer with this index on all chunks, one after the other."""
-        outputs = self.states
         for chunk in self.chunks:
             with inside_of(chunk.context):
-                out = chunk.calls[index].run(self.states[:, chunk.start : chunk.stop])
-            if (out.device, out.dtype) != (outputs.device, outputs.dtype):  # a layer on another device, for example
-                outputs = torch.empty_like(outputs, device=out.device, dtype=out.dtype)
-            outputs[:, chunk.start : chunk.stop] = out
-        self.states = outputs
+                self.states.put(chunk.start, chunk.calls[index].run(self.states.take(chunk.start)))
 
 
 class LayerReader:
@@ -145,6 +140,12 @@ class LayerReader:
         inside = {module for layers in self._lists for module in layers.modules()}
         return [module for module in self._decoder.modules() if module not in inside]
 
+    @property
+    def coming_bytes(self) -> int:
+        """The bytes of offloaded weights that are on the device at the same time while texts are read."""
+        layers = [offloaded_bytes(layer) for layers in self._lists for layer in layers]
+        return offloaded_bytes(self._decoder) - sum(layers) + max(layers, default=0)
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Find the layers, and note what they return, in the forwards inside the with block."""
@@ -164,7 +165,9 @@ class LayerReader:
         self._lists = [layers for layers in self._lists if not set(layers).isdisjoint(called)]
         self._others = others
 
-    def read(self, decode: Callable[..., Tensor], ids: Sequence[Tensor], cache: SpanCache, chunk: int) -> list[_Text]:
+    def read(
+        self, decode: Callable[..., Tensor], ids: Sequence[Tensor], cache: SpanCache, chunk: int, place: Place
+    ) -> list[_Text]:
         """Read texts up to the output of the last layer.
 
         Args:
@@ -173,11 +176,12 @@ class LayerReader:
             ids: the token ids of each text, (tokens,) int64.
             cache: a cache whose layers share the memory of one.
             chunk: the number of tokens that go through a layer at a time.
+            place: where the hidden states wait between two layers.
         """
         texts = []
         with loaded_once(self.outside):
             for ids_of_text in ids:
-                texts.append(self._begin(decode, ids_of_text, cache, chunk))
+                texts.append(self._begin(decode, ids_of_text, cache, chunk, place))
         for index, call in enumerate(texts[0].chunks[0].calls):
             with loaded_once(call.layer.modules()):
                 for text in texts:
@@ -186,17 +190,15 @@ class LayerReader:
         cache.restore(cache.empty)
         return texts
 
-    def _begin(self, decode: Callable[..., Tensor], ids: Tensor, cache: SpanCache, chunk: int) -> _Text:
+    def _begin(self, decode: Callable[..., Tensor], ids: Tensor, cache: SpanCache, chunk: int, place: Place) -> _Text:
         """Return a text before the first layer, and what the layers will be given."""
-        text = _Text(ids, [], torch.empty(0))
+        text = _Text(ids, [], WaitingStates(place, len(ids)))
 
         def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             here = text.chunks[-1]
             states: Tensor = args[0] if args else kwargs[_STATES]
             if not here.calls:
-                if not here.start:
-                    text.states = states.new_empty((len(states), len(ids), *states.shape[2:]))
-                text.states[:, here.start : here.stop] = states
+                text.states.put(here.start, states)
                 here.context = current_context()
             kept = {name: value for name, value in kwargs.items() if args or name != _STATES}
             here.calls.append(_Call(layer, args[1:], kept, by_name=not args))
@@ -238,7 +240,7 @@ class LayerReader:
             if chunk.stop <= first:
                 continue
             calls: list[None] = []
-            states = text.states[:, chunk.start : chunk.stop]
+            states = text.states.take(chunk.start)
             # Embeddings are not needed any more: with these in their place, none are looked up.
             tokens = {"input_ids": text.ids[None, chunk.start : chunk.stop]}
             if self.by_embeddings:

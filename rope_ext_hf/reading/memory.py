@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
 
 from rope_ext_hf.errors import CheckpointError, MethodError, size_text
+from rope_ext_hf.files import disk_folder, free_on_disk
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
 from rope_ext_hf.reading.layer_placement import LayerWeights, layer_map
+from rope_ext_hf.reading.waiting_states import Place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,6 +29,7 @@ __all__ = ["GPU_WORKING_BYTES", "MemoryEstimate", "cached_bytes", "cached_layers
 GPU_WORKING_BYTES = 2 * 2**30  # activations and logits
 _WORKING_BYTES = {"cpu": 300 * 2**20}  # larger chunks were no faster on a CPU
 _WORKING_SHARE = 16  # activations and logits get 1/16 of the free memory: the cache and other processes need room too
+_MAIN_SHARE = 15 / 16  # hidden states take no more of the free main memory: other processes need room too
 _AMPLE = 4  # an estimate is not worth a line if this many times the memory that is needed is free
 _CPU = torch.device("cpu")
 _WITHOUT_KEYS = frozenset({"linear_attention", "conv", "moe", "mlp", "mamba", "recurrent"})
@@ -91,13 +93,40 @@ def _one_layer_bytes(config: Any, tokens: int, *, width: int = 2) -> int:
     return max((cached_bytes(config, tokens, width=width, layers=[layer]) for layer in layers), default=0)
 
 
+def state_bytes(config: Any, tokens: int, width: int = 2) -> int:
+    """Return the bytes of the hidden states that wait between two layers, if texts are read layer by layer."""
+    return int(config.hidden_size) * tokens * width
+
+
 def waiting_bytes(config: Any, tokens: int, width: int = 2) -> int:
     """Return the bytes of what waits between two layers, if texts are read layer by layer.
 
     These are a hidden state, and a vector for cos and one for sin, for each token.
     """
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return (int(config.hidden_size) + 2 * head_dim) * tokens * width
+    head_dim = max((layer.head_dim for layer in cached_layers(config)), default=0)  # some families have several
+    return state_bytes(config, tokens, width) + 2 * head_dim * tokens * width
+
+
+def place_of_states(
+    config: Any, tokens: int, longest: int, dtype: torch.dtype, device: torch.device, *, coming: int
+) -> Place:
+    """Return where the hidden states of texts wait between two layers: in the first place that has room for them.
+
+    Args:
+        config: the config of the text model.
+        tokens: the number of tokens in all texts that are read together.
+        longest: the number of tokens for which keys and values are held.
+        dtype: the dtype of the hidden states.
+        device: the device that reads.
+        coming: the bytes that other tensors will take on the device, those of `longest` and of a chunk not counted:
+            offloaded weights, less what is allocated already.
+    """
+    width = torch.finfo(dtype).bits // 8
+    states, waiting = state_bytes(config, tokens, width), waiting_bytes(config, tokens, width)
+    others = _one_layer_bytes(config, longest, width=width) + sum(budgets(device)) + coming
+    if waiting + others <= available(device):
+        return "device"
+    return "memory" if device.type != "cpu" and states <= _MAIN_SHARE * available(_CPU) else "disk"
 
 
 def cached_layers(config: Any) -> list[_LayerMemory]:
@@ -163,7 +192,10 @@ class MemoryEstimate:
         offloaded: the keys and values of one span in main memory.
         logits: logits.
         training: gradients and the state of the optimizer.
-        waiting: the hidden states of one span between two layers, if it is read layer by layer.
+        waiting: what waits on the device between two layers, if a span is read layer by layer: hidden states, cos and
+            sin.
+        in_main: the hidden states of one span that wait in main memory.
+        on_disk: the hidden states of one span that wait in a file.
         fetched: weights that wait in main memory or on disk, and come to the device a layer at a time.
     """
 
@@ -174,6 +206,8 @@ class MemoryEstimate:
     logits: int = 0
     training: int = 0
     waiting: int = 0
+    in_main: int = 0
+    on_disk: int = 0
     fetched: int = 0
 
     @property
@@ -181,19 +215,30 @@ class MemoryEstimate:
         """The memory that is needed on the device."""
         return self.weights + self.cache + self.waiting + self.working + self.logits + self.training
 
+    @property
+    def place(self) -> Place:
+        """The place where the hidden states of one span wait between two layers."""
+        return "disk" if self.on_disk else "memory" if self.in_main else "device"
+
+    @property
+    def moved(self) -> int:
+        """The hidden states of one span that are moved to the device and back at each layer."""
+        return self.in_main + self.on_disk
+
     def is_ample(self, device: torch.device) -> bool:
         """Return whether much more memory is free than is needed, on the device and in main memory.
 
         No estimate is shown then.
         """
-        return _AMPLE * self.total <= available(device) and _AMPLE * self.offloaded <= available(_CPU)
+        is_ample = _AMPLE * self.total <= available(device) and _AMPLE * self.offloaded <= available(_CPU)
+        return is_ample and self.place == "device"
 
     def __str__(self) -> str:
         parts = {
             "weights": self.weights,
             "gradients and optimizer": self.training,
             "keys and values": self.cache,
-            "hidden states": self.waiting,
+            "hidden states" if self.place == "device" else "cos and sin": self.waiting,
             "activations": self.working,
             "logits": self.logits,
         }
@@ -203,6 +248,9 @@ class MemoryEstimate:
             text += f"; and {size_text(self.offloaded)} of main memory"
         if self.fetched:
             text += f"; and {size_text(self.fetched)} of weights in main memory or on disk, read a layer at a time"
+        if self.moved:
+            where = f"in a file in {disk_folder()}" if self.on_disk else "in main memory"
+            text += f"; and {size_text(self.moved)} of hidden states {where}"
         return text
 
 
@@ -285,6 +333,77 @@ def estimate_whole_memory(model: PreTrainedModel, longest: int, scored: int) -> 
     return MemoryEstimate(model.num_parameters() * width, 0, activations, logits=logits)
 
 
+def fitting_memory(
+    model: PreTrainedModel,
+    longest: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    spread: bool = False,
+    offload_cache: bool = False,
+    by_layer: bool = False,
+    fetch: bool = False,
+    further_weights: int = 0,
+) -> MemoryEstimate:
+    """Return the estimated memory for reading spans of text, in a way for which enough is free if there is one.
+
+    If the spans are read layer by layer and the device has too little room, weights may wait elsewhere (the result then
+    has `fetched`), and so may hidden states (it has `in_main` or `on_disk`). If too little is free for all of this, the
+    result is the estimate with everything on the device.
+
+    Args:
+        model, longest, dtype, device, offload_cache, by_layer, further_weights: as in `estimate_memory`.
+        fetch: whether weights may come to the device a layer at a time.
+        spread: whether the weights are spread over all GPUs and main memory, so that the free memory is that of all of
+            them.
+    """
+    how: dict[str, Any] = {"offload_cache": offload_cache, "by_layer": by_layer, "further_weights": further_weights}
+    needed = estimate_memory(model, longest, dtype, device=device, **how)
+    ways = [needed]
+    if needed.waiting and not spread:
+        ways += _moved(needed, model, longest, dtype, device, fetch=fetch)
+    return next((way for way in ways if _fits(way, _free(device, spread=spread))), needed)
+
+
+def _moved(
+    needed: MemoryEstimate,
+    model: PreTrainedModel,
+    longest: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    fetch: bool,
+) -> list[MemoryEstimate]:
+    """Return the estimates if weights or hidden states wait elsewhere; the one that takes least time comes first.
+
+    Weights are read once for a whole text, and hidden states at every layer.
+    """
+    ways = [needed]
+    if fetch:
+        weights = LayerWeights.of(model)
+        least = weights.least * needed.weights // (weights.outside + sum(weights.layers))
+        ways.append(replace(needed, weights=least, fetched=needed.weights - least))
+    states = state_bytes(model.config.get_text_config(), longest, torch.finfo(dtype).bits // 8)
+    places = ("on_disk",) if device.type == "cpu" else ("in_main", "on_disk")
+    moved = [replace(way, waiting=way.waiting - states, **{place: states}) for place in places for way in ways]
+    return ways[1:] + moved
+
+
+def _free(device: torch.device, *, spread: bool) -> int:
+    """Return the bytes that are free on a device; `spread`: on all GPUs and in main memory."""
+    if not spread:
+        return available(device)
+    return available(_CPU) + sum(available(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
+
+
+def _fits(needed: MemoryEstimate, free: int) -> bool:
+    """Return whether there is room for what is needed; `free`: the free bytes on the device."""
+    main = available(_CPU)
+    in_main = needed.offloaded <= main and needed.in_main <= _MAIN_SHARE * main
+    on_disk = not needed.on_disk or needed.on_disk <= free_on_disk()
+    return needed.total <= free and in_main and on_disk
+
+
 def check_memory(
     model: PreTrainedModel,
     longest: int,
@@ -299,12 +418,7 @@ def check_memory(
 ) -> MemoryEstimate:
     """Return the estimated memory for reading spans of text; raise an error if less is free.
 
-    Args:
-        model, longest, dtype, device, offload_cache, by_layer, further_weights: as in `estimate_memory`.
-        fetch: whether weights that the device has no room for may come to it a layer at a time, if the spans are read
-            layer by layer; then the result has `fetched`.
-        spread: whether the weights are spread over all GPUs and main memory, so that the free memory is that of all of
-            them.
+    The arguments and the result are those of `fitting_memory`.
 
     Raises:
         CheckpointError: there is too little; the message has the figures and what would fit.
@@ -312,32 +426,32 @@ def check_memory(
     """
     if offload_cache and device.type == "cpu" and not spread:
         raise MethodError("on a CPU keys and values are in main memory anyway; leave out --offload-cache")
-    estimate = partial(estimate_memory, model, longest, dtype, device=device, further_weights=further_weights)
-    needed = estimate(offload_cache=offload_cache, by_layer=by_layer)
-    main = available(_CPU)
-    everywhere = main + sum(available(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
-    free = everywhere if spread else available(device)
-    if needed.total <= free and needed.offloaded <= main:
+    how: dict[str, Any] = {"spread": spread, "offload_cache": offload_cache, "by_layer": by_layer, "fetch": fetch}
+    how["further_weights"] = further_weights
+    needed, free = fitting_memory(model, longest, dtype, device, **how), _free(device, spread=spread)
+    if _fits(needed, free):
         return needed
-    if fetch and needed.waiting and not spread:
-        weights = LayerWeights.of(model)
-        least = weights.least * needed.weights // (weights.outside + sum(weights.layers))
-        partly = replace(needed, weights=least, fetched=needed.weights - least)
-        if partly.total <= free:
-            return partly
 
     offers = []
-    if not spread and device.type == "cuda" and needed.total <= everywhere:
+    if not spread and device.type == "cuda" and needed.total <= _free(device, spread=True):
         offers.append("--device-map auto (over all GPUs and main memory)")
     if not (offload_cache or needed.waiting) and device.type == "cuda":
-        offloaded = estimate(offload_cache=True)
-        if offloaded.total <= free and offloaded.offloaded <= main:
+        how = {"device": device, "offload_cache": True, "further_weights": further_weights}
+        offloaded = estimate_memory(model, longest, dtype, **how)
+        if _fits(offloaded, free):
             offers.append("--offload-cache (keys and values in main memory)")
     if dtype == torch.float32:
         offers.append("--dtype bfloat16 (half of it)")
-    by_length = needed.cache + needed.waiting
-    room = free - (needed.total - by_length)
-    fitting = room * longest // max(1, by_length) // 256 * 256
+    least = needed
+    if needed.waiting and not spread:
+        least = _moved(needed, model, longest, dtype, device, fetch=fetch)[-1]
+        if least.total <= free:
+            offers.append(f"TMPDIR set to a folder on a disk with {size_text(least.on_disk)} free")
+    by_length = least.cache + least.waiting
+    fitting = (free - (least.total - by_length)) * longest // max(1, by_length)
+    if least.on_disk:
+        fitting = min(fitting, free_on_disk() * longest // least.on_disk)
+    fitting = fitting // 256 * 256
     if fitting > 0:
         offers.append(f"shorter lengths: up to {min(fitting, longest):,} tokens fit")
     raise CheckpointError(
@@ -348,7 +462,12 @@ def check_memory(
 
 def weight_places(
     model: PreTrainedModel, needed: MemoryEstimate, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
-    """Return a device map for a model that is larger than its device; `needed` is the result of `check_memory`."""
+) -> dict[str, Any] | None:
+    """Return a device map for a model that is larger than its device; None for all others.
+
+    `needed` is the result of `check_memory`.
+    """
+    if not needed.fetched:
+        return None
     room = available(device) - (needed.total - needed.weights)
-    return layer_map(model, room, available(_CPU) // 2, torch.finfo(dtype).bits // 8, device)
+    return layer_map(model, room, (available(_CPU) - needed.in_main) // 2, torch.finfo(dtype).bits // 8, device)

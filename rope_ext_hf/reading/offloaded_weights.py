@@ -15,6 +15,11 @@ def is_offloaded(module: nn.Module) -> bool:
     return any(_offloading_hooks(part) for part in module.modules())
 
 
+def offloaded_bytes(module: nn.Module) -> int:
+    """Return the bytes of the weights of a module that are brought to their device for each call."""
+    return sum(weight.numel() * weight.itemsize for weight in module.parameters() if weight.is_meta)
+
+
 def device_of_ids(model: Any) -> torch.device:
     """Return the device on which a model takes token ids: the one on which it computes their embeddings."""
     embeddings: nn.Module = model.get_input_embeddings()

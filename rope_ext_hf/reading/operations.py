@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from rope_ext_hf.reading.memory import cached_layers
+from rope_ext_hf.reading.memory import MemoryEstimate, available, cached_layers
+from rope_ext_hf.reading.waiting_states import measure_moving
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["MINUTES", "ReadingSpeed", "estimate_flops", "measure_flops", "measure_speed"]
+__all__ = ["MINUTES", "ReadingSpeed", "estimate_flops", "measure_flops", "measure_speed", "moving_seconds"]
 
 EFFICIENCY = 0.5
 """The share of the speed of a large matrix product that reading text was measured to reach."""
@@ -143,6 +144,29 @@ def _grown(make: Callable[[int], Callable[[], torch.Tensor]], most: int, enough:
         tokens, previous = 2 * tokens, latest
         latest = _shortest(make(tokens), 2)
     return tokens, latest
+
+
+def moving_seconds(
+    model: PreTrainedModel, passes: Iterable[int], longest: int, needed: MemoryEstimate, device: torch.device
+) -> float:
+    """Estimate the seconds of moving hidden states between the device and the place where they wait.
+
+    They move to the device and back at each layer, in the passes that are too long for them to stay there.
+
+    Args:
+        model: the model, which may be on the meta device.
+        passes: the number of tokens in each pass.
+        longest: the number of tokens in the longest pass.
+        needed: the memory for the longest pass, as `memory.check_memory` returns it.
+        device: the device that reads.
+    """
+    if not needed.moved:
+        return 0.0
+    config: Any = model.config.get_text_config()
+    by_length = needed.cache + needed.waiting
+    fitting = (available(device) - (needed.total - by_length)) * longest / (by_length + needed.moved)
+    moved = sum(tokens for tokens in passes if tokens > fitting) * needed.moved / longest
+    return float(2 * (config.num_hidden_layers + 1) * moved / measure_moving(needed.place, device))
 
 
 def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -> float:

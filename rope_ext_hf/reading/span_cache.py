@@ -31,6 +31,11 @@ class _KeyMemory:
         self._held: dict[tuple[int, str, torch.device], Tensor] = {}
         self._taken = 0  # layers of the cache that have memory now
 
+    @property
+    def bytes(self) -> int:
+        """The bytes that are allocated."""
+        return sum(map(len, self._held.values()))
+
     def free(self) -> None:
         """Take the memory back from all layers of the cache."""
         self._taken = 0

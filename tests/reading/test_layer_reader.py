@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,6 +142,43 @@ def test_keys_and_values_take_the_memory_of_one_layer() -> None:
         ]
 
 
+def held_by_tensors(model: Any, length: int, chunk: int) -> int:
+    """Return the most bytes that tensors take while a layer has read a chunk of a text, without the weights.
+
+    All tensors that Python knows are counted, whatever they are for.
+    """
+    scorer, counts = TokenScorer(model, chunk=chunk), list[int]()
+    scorer.reader.forget()
+
+    def storages() -> dict[int, int]:
+        every = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+        return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in every}
+
+    def look(_: Any, args: tuple[Any, ...], __: Any) -> None:
+        positions = cache.layers[0].get_seq_length() if (cache := scorer.reader.cache) is not None else 0
+        if positions >= length - 1 - chunk:  # only at the end of the text, because looking takes time
+            counts.append(sum(size for place, size in storages().items() if place not in before))
+
+    gc.collect()
+    ids, before = tokens(length), storages()
+    hooks = [layer.register_forward_hook(look) for layer in model.model.layers]
+    scorer.losses(ids, length - 1)
+    for hook in hooks:
+        hook.remove()
+    return max(counts)
+
+
+@pytest.mark.slow
+def test_memory_grows_by_the_rate_of_one_layer() -> None:
+    """At 4k, 16k and 64k tokens: keys and values of one layer, a hidden state, cos and sin, and the token itself."""
+    sizes: dict[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": 16}
+    model, chunk = build("llama", num_hidden_layers=3, max_position_embeddings=2**16, **sizes), 2048
+    keys, state, rotation, token = 2 * 16 * 4, 16 * 4, 2 * 16 * 4, 2 * 8  # a token has an id and a position
+    short, middle, long = (held_by_tensors(model, length + 1, chunk) for length in (2**12, 2**14, 2**16))
+    for more, added in ((middle - short, 2**14 - 2**12), (long - middle, 2**16 - 2**14)):
+        assert (keys + state) * added <= more <= (keys + state + rotation + token) * added * 1.01
+
+
 def test_less_memory_is_tried_again_with_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = build("llama"), tokens(150)
     scorer = TokenScorer(model, chunk=64)
@@ -247,6 +286,29 @@ def test_a_run_reads_offloaded_weights_once_for_all_documents(tmp_path: Path) ->
     assert sum(read) - of_check < 2.02 * size  # unpatched and patched
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_the_check_reads_offloaded_weights_twice(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    plain = TokenScorer(build(family).to(dtype), chunk=CHUNK).reader
+    model = build(family).to(dtype)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    head = model.get_output_embeddings().weight.nbytes  # once more if it is tied to the embeddings
+    model = offloaded(model, "disk", tmp_path)
+    with counted(model) as read:
+        scorer = TokenScorer(model, chunk=CHUNK)
+    assert 2 * size <= sum(read) <= 2.02 * size + 2 * head
+    assert scorer.by_layer
+    assert (scorer.reader.finish, scorer.reader.windows) == (plain.finish, plain.windows)
+
+
+@pytest.mark.parametrize("of_type", NOT_BY_LAYER)
+def test_an_offloaded_decoder_that_hands_on_more(of_type: str, tmp_path: Path) -> None:
+    expected = TokenScorer(tiny(of_type), chunk=CHUNK).losses(tokens(90), 5)
+    scorer = TokenScorer(offloaded(tiny(of_type), "disk", tmp_path), chunk=CHUNK)
+    assert scorer.reading == "in chunks of 37 tokens"
+    assert torch.equal(scorer.losses(tokens(90), 5), expected)
+
+
 def test_weights_are_freed_after_an_error(tmp_path: Path) -> None:
     model = offloaded(build("llama"), "disk", tmp_path)
     scorer, expected = TokenScorer(model, chunk=CHUNK), TokenScorer(build("llama"), chunk=CHUNK).losses(tokens(90), 5)
@@ -332,11 +394,35 @@ def test_places_of_weights() -> None:
     assert [on_cpu[f"model.layers.{index}"] for index in range(5)] == ["cpu", "disk", "disk", "disk", "disk"]
 
 
-def test_weights_that_are_converted_while_they_are_read_cannot_stay_on_disk(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", "mixtral")
+def test_weights_that_are_converted_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait in a temporary folder; all others stay in the files of the model."""
+    folder, temporary = saved(tmp_path / "model", "mixtral"), tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr("rope_ext_hf.files._is_in_memory", lambda folder: False)
+    whole = load_model(folder, device="cpu")
+    expected = TokenScorer(whole, chunk=CHUNK).losses(tokens(90), 5)
     places = layer_map(load_empty(folder), 0, 0, 4, torch.device("cpu"))
-    with pytest.raises(rope.CheckpointError, match=r"converted while they are read .* needs main memory for all"):
+    model = load_model(folder, device="cpu", device_map=places)
+    written = sum(file.stat().st_size for file in temporary.rglob("*.safetensors"))
+    experts = sum(weight.nbytes for name, weight in whole.named_parameters() if ".experts." in name)
+    assert experts <= written < 1.1 * experts
+    assert torch.equal(TokenScorer(model, chunk=CHUNK).losses(tokens(90), 5), expected)
+    del model
+    gc.collect()
+    assert not list(temporary.iterdir())
+
+
+def test_converted_weights_are_removed_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, temporary = saved(tmp_path / "model", "mixtral"), tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr("rope_ext_hf.files._is_in_memory", lambda folder: False)
+    places = layer_map(load_empty(folder), 0, 0, 4, torch.device("cpu"))
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1000])
+    with pytest.raises(rope.CheckpointError):
         load_model(folder, device="cpu", device_map=places)
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.parametrize("name", ["reference", "gguf", "quantised", "bin"])

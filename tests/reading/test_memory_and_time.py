@@ -17,6 +17,7 @@ from rope_ext_hf.reading.memory import MemoryEstimate, budgets, check_memory, es
 from rope_ext_hf.reading.operations import EFFICIENCY, estimate_flops, measure_flops
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import sliding_window_warning
+from tests.support.every_model import tiny
 from tests.support.models import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -66,6 +67,14 @@ def test_losses_take_the_keys_and_values_of_one_layer(name: str) -> None:
     assert (twice.cache, twice.waiting) == (2 * deep.cache, 2 * deep.waiting)
 
 
+def test_layers_with_heads_of_several_sizes() -> None:
+    """Gemma 4 has another head dim in layers with a window, and its config refuses to name one for all layers."""
+    model = tiny("gemma4_text")
+    estimate = estimate_memory(model, 4096, by_layer=True)
+    widest = max(layer.head_dim for layer in model.config.per_layer_config)
+    assert estimate.waiting == 4096 * 4 * (model.config.hidden_size + 2 * widest)
+
+
 def test_layers_that_share_keys_are_not_read_one_by_one() -> None:
     model = on_meta("llama")
     model.config.num_kv_shared_layers = 1
@@ -86,6 +95,7 @@ def test_losses_of_a_model_that_is_larger_than_its_device(memory: dict[str, int]
     assert needed.total < size // 2
     assert "of weights in main memory or on disk, read a layer at a time" in str(needed)
     places = weight_places(model, needed, torch.float32, device)
+    assert places is not None
     layers = [places[f"model.layers.{index}"] for index in range(20)]
     here = "cpu" if device == CPU else 0
     assert 5 < layers.count(here) < 10
