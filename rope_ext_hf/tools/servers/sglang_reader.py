@@ -56,6 +56,8 @@ class SGLangReader(ReadingEngine):
             context_length=settings.longest + _BEYOND,
             chunked_prefill_size=settings.step,
             max_running_requests=settings.texts_in_step,
+            # the keys and values of a long text, of a step, and as many more; else they would fill the memory
+            max_total_tokens=2 * (settings.longest + settings.step),
             tp_size=settings.gpus,
             skip_tokenizer_init=True,
             disable_radix_cache=True,
