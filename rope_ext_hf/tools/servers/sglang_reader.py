@@ -3,7 +3,10 @@
 What the engine is asked for, and what it answers, follows the source of SGLang 0.5.23: `entrypoints/engine.py`,
 `managers/tokenizer_manager.py` and `scheduler_components/logprob_result_processor.py` (the answers),
 `layers/logprob_processor.py` (their computation, in parts of SGLANG_LOGPROB_CHUNK_SIZE tokens; by default since pull
-request 31498 of July 2026).
+request 31498 of July 2026). `make test-sglang` runs it on a CPU.
+
+If one of its processes dies while it reads, SGLang ends this process as well, after a message; the same command then
+continues the run.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ class SGLangReader(ReadingEngine):
         ]
 
     def stop(self) -> None:
-        self.engine.shutdown()
+        self.engine.shutdown()  # it ends all processes that this process has started, and there are no others
 
 
 def _child_failed(_signal: int, _frame: object) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from rope_ext_hf.cli.app import app
@@ -27,8 +27,9 @@ from rope_ext_hf.hub import load_model
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools.engines.vllm import HF_FORMAT
-from rope_ext_hf.tools.servers.engine_reader import EngineSettings, _first_spans
+from rope_ext_hf.tools.servers.engine_reader import EngineScorer, EngineSettings, ReadingEngine, _first_spans
 from rope_ext_hf.tools.servers.sglang_reader import SGLangReader
+from rope_ext_hf.tools.servers.vllm_reader import VLLMReader
 from tests.support.texts import ONE_MODULE
 
 TEXT = ONE_MODULE
@@ -219,7 +220,7 @@ def test_a_run_whose_engine_died_continues_with_the_texts_that_were_not_read(
     engine.fails_at = 3
     printed, error = run(*arguments, "--engine", engine.name)
     assert not printed
-    assert f"{engine.title} stopped while it was reading: RuntimeError: a process died" in error.replace("\n", " ")
+    assert f"{engine.title} failed while it was reading: RuntimeError: a process died" in error.replace("\n", " ")
     assert engine.calls[1] == [64, 64]
     engine.fails_at, engine.calls[:] = 0, []
     served, _ = run(*arguments, "--engine", engine.name)
@@ -307,6 +308,25 @@ def test_an_unknown_engine_and_one_that_is_not_installed(
     assert f"--engine {engine.name} needs {engine.title} in this environment" in error
     error = run(*COMMAND, "--engine", "llama-cpp", "--out", str(tmp_path))[1]
     assert "--engine takes sglang, vllm, got 'llama-cpp';" in error
+
+
+@pytest.mark.parametrize(("reader", "most"), [(VLLMReader, 2 * 2**30), (SGLangReader, None)])
+@pytest.mark.parametrize("vocabulary", [384, 32_000, 151_936, 262_144])
+def test_steps_are_shorter_where_an_engine_makes_all_logits_of_a_large_vocabulary(
+    reader: type[ReadingEngine], most: int | None, vocabulary: int
+) -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, hidden_size=64, num_hidden_layers=1))
+    measurement: Any = SimpleNamespace(passes=[256], plan=SimpleNamespace(documents=[]))
+    arguments: dict[str, Any] = {"measurement": measurement, "configs": {}, "source": {}}
+    scorer = EngineScorer(model, chunk=None, offload_cache=False, longest=256, engine=reader, **arguments)
+    in_float32_three_times = 12 * vocabulary
+    if most is None or vocabulary < 40_000:
+        assert scorer.chunk == 4096
+    else:
+        assert scorer.chunk * in_float32_three_times <= most < 2 * scorer.chunk * in_float32_three_times
+    assert scorer.logit_rows * in_float32_three_times <= 2 * 2**30
+    assert EngineScorer(model, chunk=32, offload_cache=False, longest=256, engine=reader, **arguments).chunk == 32
 
 
 # --- what one engine alone has ----------------------------------------------------------------------------------------
