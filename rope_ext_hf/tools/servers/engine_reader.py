@@ -301,7 +301,7 @@ class EngineScorer:
     @property
     def logit_rows(self) -> int:
         """The number of tokens, a power of two, whose logits fit into the memory for logits."""
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
         return 1 << max(0, (self.head_bytes // (_LOGIT_BYTES * vocabulary)).bit_length() - 1)
 
     @property

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,7 +33,7 @@ class SGLangReader(ReadingEngine):
 
     rules = SGLang
     packages = "sglang"
-    environment = {  # noqa: RUF012
+    environment: ClassVar[Mapping[str, str]] = {
         # The length to serve exceeds the model's by a few tokens; nothing is computed at their positions.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }

