@@ -1,7 +1,7 @@
 """Is the perplexity by a real vLLM or SGLang that of transformers?
 
     make test-vllm, make test-sglang
-    python -m checks.engine_perplexity vllm|sglang --python ENV/bin/python
+    python -m checks.engine_perplexity vllm|sglang --python ENV/bin/python [--dtypes float32]
 
 ENV has the engine, and this package beside it. There `rope-ext ppl` measures the bundled model with and without
 `--engine`, and engine_batches.py reads texts together and one at a time. The result goes to
@@ -49,13 +49,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("engine", choices=["vllm", "sglang"])
     parser.add_argument("--python", type=Path, required=True)
+    parser.add_argument("--dtypes", default=",".join(AGREE))
     arguments = parser.parse_args()
     python, engine = arguments.python.absolute(), arguments.engine
     out = ROOT / "build" / f"{engine}-perplexity"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     rows, versions = list[dict[str, Any]](), dict[str, str]()
-    for dtype in AGREE:
+    for dtype in arguments.dtypes.split(","):
         served, here = (measure(python, out, "--dtype", dtype, *more) for more in (("--engine", engine), ()))
         name, version = served["provenance"]["engine"].split()
         versions = served["provenance"]["versions"] | {name: version}

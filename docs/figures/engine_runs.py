@@ -155,9 +155,9 @@ def engine_perplexity() -> str:
         largest = {dtype: max(share for each, share in shares if each == dtype) for dtype, _ in shares}
         batches = result["batches"]
         faster = batches["seconds"]["alone"] / batches["seconds"]["together"]
-        cells = (largest["float32"], largest["bfloat16"], batches["largest_difference"])
+        cells = (largest["float32"], largest.get("bfloat16"), batches["largest_difference"])
         programs = ", ".join(f"{name} {result['versions'][name]}" for name in (engine, "transformers"))
-        rows.append([programs, *(f"{cell:.0e}" for cell in cells), f"{faster:.1f}"])
+        rows.append([programs, *("–" if cell is None else f"{cell:.0e}" for cell in cells), f"{faster:.1f}"])
     head = [
         "engine",
         "perplexity, float32",
