@@ -32,7 +32,7 @@ class SGLangReader(ReadingEngine):
     """A running SGLang, in processes of its own."""
 
     rules = SGLang
-    packages = "sglang"
+    packages = SGLang.name
     environment: ClassVar[Mapping[str, str]] = {
         # The length to serve exceeds the model's by a few tokens; nothing is computed at their positions.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
