@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def batches(engine: str) -> tuple[Any, dict[str, Any]]:
         for span in spans:
             ids, shift = plan.measurement.plan.input_ids(document, span.start, span.stop)
             texts.append((ids, span.score_from - shift))
-    plan, _ = plug_in("readers", engine)(model, plan, alone=True)
+    plan, _ = plug_in("readers", engine)(model, replace(plan, methods=(None,)), alone=True)
     scorer = plan.scorer(model, chunk=None, offload_cache=False, longest=LENGTH)
     scorer.losses_together(texts)  # starts the engine
     seconds: dict[str, list[float]] = {"together": [], "alone": []}

@@ -6,7 +6,7 @@
 ENV has the engine, and this package beside it. There `rope-ext ppl` measures the bundled model with and without
 `--engine`, and engine_batches.py reads texts together and one at a time. The result goes to
 docs/results/ENGINE_perplexity.json, and SGLang's answers to tests/tools/servers/recorded/; the exit status is 1 where
-the losses differ.
+the losses differ. It goes on where it was stopped; `rm -r build/ENGINE-perplexity` to begin anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,8 +52,7 @@ def main() -> None:
     arguments = parser.parse_args()
     python, engine = arguments.python.absolute(), arguments.engine
     out = ROOT / "build" / f"{engine}-perplexity"
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     rows, versions = list[dict[str, Any]](), dict[str, str]()
     for dtype in arguments.dtypes.split(","):
         served, here = (measure(python, out, "--dtype", dtype, *more) for more in (("--engine", engine), ()))

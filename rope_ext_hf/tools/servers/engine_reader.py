@@ -174,11 +174,12 @@ def read_by_engine(
         ) from error
     configs = dict[RopeMethod | None, "ServingConfig"]()
     left_out = None
-    for method in plan.methods:
+    methods = plan.methods or (None,)
+    for method in methods:
         try:
             configs[method] = _config(engine.rules, empty, method, plan)
         except ServingError as error:
-            if method is not None or len(plan.methods) == 1:
+            if method is not None or len(methods) == 1:
                 raise
             left_out = f"the unpatched model: {error}"
     source = {
