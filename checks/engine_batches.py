@@ -22,7 +22,7 @@ from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_model
 from rope_ext_hf.plug_ins import plug_in
 
-TEXTS, LENGTH, TURNS = 64, 256, 3
+TEXTS, LENGTH, TURNS = 16, 256, 2
 PROMPTS = [("The longest text of two, of which every token but the first is scored.", 1), ("The end of a text.", 9)]
 
 

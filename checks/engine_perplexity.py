@@ -64,17 +64,22 @@ def main() -> None:
             rows.append(row | {engine: one["perplexity"], "transformers": other["perplexity"]})
             rows[-1]["difference"] = abs(one["loss"] - other["loss"])
             print(rows[-1], flush=True)
+    command_line = f"rope-ext ppl reference {' '.join(OPTIONS)} --engine {engine}"
+    result: dict[str, Any] = {"command": command_line, "versions": versions, "agree": AGREE, "rows": rows}
+    write(engine, result)
     command = ["-P", str(ROOT / "checks" / "engine_batches.py"), engine, str(out / "batches.json")]
     if engine == "sglang":
         command += ["--answers", str(ANSWERS / "sglang.json")]
     run(python, out, *command)
-    batches = json.loads((out / "batches.json").read_text())
-    command_line = f"rope-ext ppl reference {' '.join(OPTIONS)} --engine {engine}"
-    result = {"command": command_line, "versions": versions, "agree": AGREE, "rows": rows, "batches": batches}
-    print(batches)
-    (ROOT / "docs" / "results" / f"{engine}_perplexity.json").write_text(json.dumps(result, indent=1) + "\n")
+    result["batches"] = json.loads((out / "batches.json").read_text())
+    print(result["batches"])
+    write(engine, result)
     differ = any(not row["difference"] <= AGREE[row["dtype"]] for row in rows)
-    sys.exit(1 if differ or not batches["largest_difference"] <= AGREE["float32"] else 0)
+    sys.exit(1 if differ or not result["batches"]["largest_difference"] <= AGREE["float32"] else 0)
+
+
+def write(engine: str, result: dict[str, Any]) -> None:
+    (ROOT / "docs" / "results" / f"{engine}_perplexity.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

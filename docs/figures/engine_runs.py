@@ -152,23 +152,16 @@ def engine_perplexity() -> str:
     for engine in ("vllm", "sglang"):
         result = read_result(f"{engine}_perplexity")
         shares = [(row["dtype"], abs(row[engine] / row["transformers"] - 1)) for row in result["rows"]]
-        largest = {dtype: max(share for each, share in shares if each == dtype) for dtype, _ in shares}
-        batches = result["batches"]
-        faster = batches["seconds"]["alone"] / batches["seconds"]["together"]
-        cells = (largest["float32"], largest.get("bfloat16"), batches["largest_difference"])
-        programs = ", ".join(f"{name} {result['versions'][name]}" for name in (engine, "transformers"))
-        rows.append([programs, *("–" if cell is None else f"{cell:.0e}" for cell in cells), f"{faster:.1f}"])
-    head = [
-        "engine",
-        "perplexity, float32",
-        "perplexity, bfloat16",
-        "losses together and alone (nats)",
-        "times as fast",
-    ]
+        largest = {dtype: f"{max(share for each, share in shares if each == dtype):.0e}" for dtype, _ in shares}
+        cells = [largest.get("float32", "–"), largest.get("bfloat16", "–"), "–"]
+        if batches := result.get("batches"):  # measured after the perplexities
+            faster = batches["seconds"]["alone"] / batches["seconds"]["together"]
+            cells[2] = f"{faster:.1f} times as fast ({batches['texts']} of {batches['tokens']} tokens)"
+        rows.append([", ".join(f"{name} {result['versions'][name]}" for name in (engine, "transformers")), *cells])
+    head = ["engine", "difference in float32", "in bfloat16", "texts together, not one at a time"]
     note = (
-        "*The largest differences from transformers, as a share of the perplexity; and "
-        f"{batches['texts']} texts of {batches['tokens']} tokens in float32, read together in place of one at a time. "
-        "The bundled model with and without yarn x4, on a CPU. Measured by `make test-vllm` and `make test-sglang`.*"
+        "*The largest difference of a perplexity from that of transformers, as a share: the bundled model with and "
+        "without yarn x4, on a CPU. Measured by `make test-vllm` and `make test-sglang`.*"
     )
     return markdown_table(head, rows, note)
 
