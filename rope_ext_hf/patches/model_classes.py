@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rope_ext_hf.errors import CheckpointError, RopeExtError, one_line, short
+from rope_ext_hf.errors import CheckpointError, RopeExtError, UnsupportedModelError, one_line, short
 from rope_ext_hf.patches.family_settings import check_sizes
 
 if TYPE_CHECKING:
@@ -85,3 +85,17 @@ def class_of_part(model: Any, config: Any) -> type[Any] | None:
 
     parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     return next((type(part) for part in parts if type(part.config) is type(config)), None)
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Return the number of token ids that a model has an embedding for.
+
+    Raises:
+        UnsupportedModelError: its embeddings are more than one table, as those of a model for speech may be.
+    """
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    if weight is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run on token ids alone: its embeddings are more than one table"
+        )
+    return int(weight.shape[0])

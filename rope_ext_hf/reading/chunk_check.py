@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from rope_ext_hf.errors import UnsupportedModelError, one_line
 from rope_ext_hf.patches.attention_hooks import remapped_windows
 from rope_ext_hf.patches.decoder_arguments import cache_parameter
+from rope_ext_hf.patches.model_classes import vocabulary_size
 from rope_ext_hf.reading.chunked_attention import NotReadInChunksError
 from rope_ext_hf.reading.chunked_reader import ChunkedReader
 from rope_ext_hf.reading.layer_reader import LayerReader, NotReadByLayerError
@@ -45,7 +46,7 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
     """
     model = reader.model
     # Spread over the vocabulary: the first and the last ids are special tokens in most models, untrained in some.
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = vocabulary_size(model)
     ids = torch.linspace(vocabulary // 8, 7 * vocabulary // 8, CHECKED_TOKENS, device=device).long()
     expected = None
     if is_offloaded(reader.decoder):

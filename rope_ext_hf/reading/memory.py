@@ -18,6 +18,7 @@ import torch
 from rope_ext_hf.errors import CheckpointError, MethodError, size_text
 from rope_ext_hf.files import disk_folder, free_on_disk
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
+from rope_ext_hf.patches.model_classes import vocabulary_size
 from rope_ext_hf.reading.layer_placement import LayerWeights, layer_map
 from rope_ext_hf.reading.waiting_states import Place
 
@@ -328,7 +329,7 @@ def estimate_whole_memory(model: PreTrainedModel, longest: int, scored: int) -> 
     """
     width = torch.finfo(model.dtype).bits // 8
     activations = 4 * width * widest_activation(model.config.get_text_config()) * longest
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = vocabulary_size(model)
     logits = (width + 4) * vocabulary * scored  # in the dtype of the model, and in float32
     return MemoryEstimate(model.num_parameters() * width, 0, activations, logits=logits)
 

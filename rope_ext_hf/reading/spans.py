@@ -17,6 +17,7 @@ from rope_ext_hf.errors import CorpusError, MethodError, warn_caller
 from rope_ext_hf.hub import leading_tokens, load_tokenizer
 from rope_ext_hf.patches.gguf_models import gguf_path
 from rope_ext_hf.patches.layer_types import AttentionLayers
+from rope_ext_hf.patches.model_classes import vocabulary_size
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Corpus, Document, LateEnds, Tokens, token_ids, utf8_bytes
 from rope_ext_hf.reading.protocols import (
@@ -473,7 +474,7 @@ def sliding_window_warning(model: PreTrainedModel, longest: int) -> str | None:
 
 def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> None:
     """Raise a CorpusError if a document has a token id for which the model has no embedding."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = vocabulary_size(model)
     for document in documents:
         ids = document.ids
         if ids.is_floating_point() or ids.is_complex() or ids.ndim != 1:
