@@ -54,7 +54,10 @@ PROMPT, ANSWER, CHUNK = 100, 3, 37
 """Tokens of a prompt and its answers, and of a chunk, which no window, state or chunk of attention divides."""
 BECAUSE = {
     "full-attention layers of this": "no layer that attends to everything rotates: only sliding-window layers do",
-    "built into its attention": "cos and sin are no module of their own: built into the attention, or none",
+    "compute angles themselves": "cos and sin are no module of their own: built into the attention, or none",
+    "rotates values, too": "its attention rotates values, too, so that the attention factor must be given",
+    "trains one set of frequencies": "several sets of frequencies",
+    "keys for 5 tokens": "its attention reads other keys than those of its tokens",
     "arranges them in another way": "the two columns of a pair are not rotated by the pair's own frequency",
     "are not what its config describes": "its frequencies are not those that its config describes",
     "does not go through transformers' attention interface": "attention outside transformers' attention interface",

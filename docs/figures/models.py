@@ -51,16 +51,24 @@ def coverage_counts() -> str:
 
 @figure
 def coverage_methods() -> str:
-    """Return for each method how many classes take it, and the commonest reasons of those that do not."""
+    """Return for each method how many classes take it, and the commonest reasons of those that do not.
+
+    Methods that the same classes refuse for the same reasons share a line.
+    """
     classes = [row["methods"] for row in _rotating() if row["methods"]]
-    rows = []
+    groups: dict[tuple[str, ...], list[str]] = {}
     for method in classes[0]:
-        reasons = Counter(refused for said in classes if (refused := said[method]))
-        shown = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(_SHOWN_REASONS))
-        others = reasons.total() - sum(count for _, count in reasons.most_common(_SHOWN_REASONS))
-        more = f"; others ({others})" if others else ""
-        rows.append([f"`{method}`", str(len(classes) - reasons.total()), str(reasons.total()), shown + more or "–"])
-    return markdown_table(["method", "accepted", "refused", "because"], rows)
+        groups.setdefault(tuple(said[method] for said in classes), []).append(method)
+    rows = []
+    for said, methods in groups.items():
+        reasons = Counter(filter(None, said))
+        commonest = reasons.most_common(_SHOWN_REASONS)
+        shown = [f"{reason} ({count})" for reason, count in commonest]
+        if others := reasons.total() - sum(count for _, count in commonest):
+            shown.append(f"others ({others})")
+        names = ", ".join(f"`{method}`" for method in methods)
+        rows.append([names, str(len(said) - reasons.total()), str(reasons.total()), "; ".join(shown)])
+    return markdown_table(["methods", "accepted", "refused", "because"], rows)
 
 
 def _names(rows: list[dict[str, Any]]) -> str:
