@@ -109,7 +109,7 @@ def _random_model(config: Any, model_class: type[Any] | None) -> PreTrainedModel
     draws = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.requires_grad:  # a table of angles (RoFormer) is no weight
+            if not parameter.requires_grad:  # a table of angles (RoFormer), which is not trained
                 continue
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws))
     return model
