@@ -10,7 +10,7 @@ import yaml
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FileError
-from rope_ext_hf.eval import Perplexity, perplexity
+from rope_ext_hf.eval import Divergence, Perplexity, perplexity
 from rope_ext_hf.hub import load_model
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.static import Yarn
