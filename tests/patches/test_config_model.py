@@ -41,8 +41,8 @@ def test_methods_are_tried_on_a_small_model_of_the_class() -> None:
 
 
 def test_what_the_whole_model_refuses_is_known_without_its_weights() -> None:
-    """The text config of Idefics does not tell that its other parts have rotary modules, too."""
-    model = tiny("idefics")
+    """The text config of T5Gemma, that of its decoder, does not tell that its encoder has a rotary module, too."""
+    model = tiny("t5gemma")
     with torch.device("meta"):
         empty = type(model)(model.config)
     planned = ConfigModel(model.config.get_text_config(), whole=lambda: empty)
