@@ -166,6 +166,7 @@ class DivergenceRuns(SpanRuns):
     """
 
     name = "divergence"
+    asks = "How close is {model} to the stored run at {inputs}?"
     setting = DivergenceSetting
     columns = (
         "length",

@@ -18,7 +18,7 @@ from rope_ext_hf.files import atomic_file, json_text, write_text
 from rope_ext_hf.pictures import html_page as html
 from rope_ext_hf.pictures.charts import WIDE, WIDTH
 from rope_ext_hf.runs.journal import plain_files, read_plain
-from rope_ext_hf.runs.run import Run
+from rope_ext_hf.runs.run import Run, RunDisplay
 from rope_ext_hf.runs.run_file import how_to_repeat
 
 
@@ -63,7 +63,7 @@ def _page(run: Run[Any]) -> str:
         details = html.collapsed("The table with 95% confidence intervals", detailed_table)
     methods = list({result.key: result.method for result in run.results}.values())
     return html.html_page(
-        page_heading(settings, run.lengths),
+        page_heading(settings, run.lengths, run.kind.asks),
         f"{what_was_read(run)}, {items}. The model is for {run.meant_for}.",
         table,
         chart,
@@ -91,15 +91,16 @@ def _summary(run: Run[Any]) -> str:
     return f"{model} {items} {reading} {versions}."
 
 
-def page_heading(settings: Mapping[str, Any], lengths: Sequence[int]) -> str:
+def page_heading(settings: Mapping[str, Any], lengths: Sequence[int], asks: str = RunDisplay.asks) -> str:
     """Return the heading of an HTML page: the question that the page answers, "How well does MODEL read 4,096 tokens?"
 
     Args:
         settings: the settings of the run, or of any one of several runs of one model.
         lengths: the lengths that were measured, ascending.
+        asks: the question, as a kind of run has it.
     """
     longest = f"{lengths[-1]:,} tokens" if lengths else "long inputs"
-    return f"How well does {printable(Path(settings['model']).name or 'the model')} read {longest}?"
+    return asks.format(model=printable(Path(settings["model"]).name or "the model"), inputs=longest)
 
 
 def what_was_read(run: Run[Any]) -> str:

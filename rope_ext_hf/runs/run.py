@@ -43,12 +43,14 @@ class RunDisplay(ABC):
         items: the noun for the items, in the plural, such as "documents".
         columns: the columns of results.csv between the method's label and its parameters.
         units: the units in which the numbers can be shown, the default first; empty: there is no choice.
+        asks: the question that the page of a run answers, with the places {model} and {inputs}.
     """
 
     name: ClassVar[str]
     items: ClassVar[str]
     columns: ClassVar[Sequence[str]]
     units: ClassVar[Sequence[str]] = ()
+    asks: ClassVar[str] = "How well does {model} read {inputs}?"
 
     @abstractmethod
     def table(self, run: Run[Any], *, detailed: bool = False) -> Table:
