@@ -257,7 +257,6 @@ def short_input_notes(
     """
     unchanged = method.unchanged_length(rotary)
     bit_equal = method.keeps_bits if bit_equal is None else bit_equal
-    factor = getattr(method, "factor", None)
     notes = []
     if 0 < unchanged < UNBOUNDED:
         inputs = f"Inputs of up to {unchanged:,} tokens"
@@ -267,7 +266,7 @@ def short_input_notes(
             notes.append(f"{inputs} give the output of the unpatched model, bit for bit.")
         else:
             notes.append(f"{inputs} give the output of the unpatched model up to rounding.")
-    if factor and factor > 1 and not unchanged:
+    if _factor_for_all_lengths(method, rotary):
         notes.append(
             "Inputs within the context length change as well, and mostly get worse: `rope-ext ppl` measures by how "
             "much. Take the smallest factor that reaches the length you need."
@@ -275,11 +274,17 @@ def short_input_notes(
     return (*notes, *method.cautions(rotary))
 
 
+def _factor_for_all_lengths(method: RopeMethod, rotary: Rotary) -> float | None:
+    """Return the factor of a method that changes inputs of every length; None for all other methods."""
+    factor: float | None = getattr(method, "factor", None)
+    return factor if factor and factor > 1 and not method.unchanged_length(rotary) else None
+
+
 def _measured_note(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
     """Return a sentence on what short inputs lost on a measured model, if this method with this factor changes them."""
-    factor = getattr(method, "factor", None)
+    factor = _factor_for_all_lengths(method, rotary)
     measured = plug_in("measurements", "short_inputs")  # of the tool box, which may not be installed
-    if not factor or factor <= 1 or method.unchanged_length(rotary) or measured is None:
+    if factor is None or measured is None:
         return ()
     clause = measured(method.name, factor)
     return (f"Inputs within the context length {clause}.",) if clause else ()

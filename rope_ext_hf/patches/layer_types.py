@@ -185,11 +185,17 @@ class AttentionLayers:
         return chosen
 
     @property
+    def _none_of_full_rotates(self) -> bool:
+        """True if there are full-attention layers, and none of them rotates."""
+        rotating, full = self.rotating
+        return bool(full) and not rotating
+
+    @property
     def no_patch_needed(self) -> str | None:
         """Two sentences for a model whose full-attention layers do not rotate; None for all other models."""
-        rotating, full = self.rotating
-        if rotating or not full:
+        if not self._none_of_full_rotates:
             return None
+        _, full = self.rotating
         return (
             f"None of the {full} full-attention layers rotates its queries and keys (no RoPE), so longer inputs need "
             "no patch, and none would change what these layers see. Raise max_position_embeddings in the config, and "
@@ -203,7 +209,7 @@ class AttentionLayers:
             UnsupportedModelError: no full-attention layer rotates, and `layers` is None.
         """
         _, full = self.rotating
-        if self.no_patch_needed is not None and layers is None:
+        if self._none_of_full_rotates and layers is None:
             raise UnsupportedModelError(
                 f"none of the {full} full-attention layers of this {self.config.model_type!r} model rotates its "
                 "queries and keys, so longer inputs need no patch; a RoPE method would change its sliding-window "
@@ -232,7 +238,7 @@ class AttentionLayers:
             only = f"Its {changed} layers alone are changed. They attend to the last {window} tokens only"
             return f"{only}, and a longer RoPE does not make them look further back.", False
         share = f"{sliding} of {count} layers attend to the last {window} tokens only"
-        if self.no_patch_needed is not None:
+        if self._none_of_full_rotates:
             return f"{share}; of all layers, they alone rotate.", False
         if apart is not None:
             own = f"{apart.method.name}, theta {apart.plain.theta:g}"
