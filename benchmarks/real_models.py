@@ -86,9 +86,9 @@ class RealModel:
         """The measured lengths, up to a multiple of the context length."""
         return [int(self.context_length * each) for each in MULTIPLES if each <= multiple]
 
-    def stretches(self) -> Iterator[Tokens]:
-        """Yield of every text the tokens from its middle on, as many as the longest length has."""
-        longest, unit = self.lengths(max(MULTIPLES))[-1], 2 * self.context_length
+    def stretches(self, longest: int) -> Iterator[Tokens]:
+        """Yield of every text that is long enough so many tokens from its middle on."""
+        unit = 2 * self.context_length
         for document in tokenize(load(self.data), self.tokenizer):
             start = unit * (len(document.ids) // unit // 2)
             if len(document.ids) >= start + longest:
@@ -99,7 +99,7 @@ class RealModel:
             return nullcontext()
         return rope.patched(self.model, method, target_length=int(self.context_length * multiple))
 
-    def text_row(self, text: Tokens, method: str, multiple: int) -> Row:
+    def text_row(self, text: Tokens, method: str, multiple: float) -> Row:
         """The losses of one text under one method, in nats per token."""
         lengths = self.lengths(multiple)
         stretch = Tokens(text.name, text.ids[: lengths[-1]], ())
@@ -120,8 +120,8 @@ class RealModel:
 
 
 def missing(
-    model: RealModel, texts: list[Tokens], methods: list[str], multiples: list[int]
-) -> Iterator[tuple[Tokens, str, int]]:
+    model: RealModel, texts: list[Tokens], methods: list[str], multiples: list[float]
+) -> Iterator[tuple[Tokens, str, float]]:
     """Yield what is not in the file yet: a text, a method, and the multiple of the context length it is set for."""
     done = {(row["text"], row["method"], row["multiple"]) for row in model.entry["texts"]}
     for multiple in multiples:
@@ -139,7 +139,11 @@ def main() -> None:
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--texts", type=int, default=8, help="at most so many texts")
     parser.add_argument("--methods", default=",".join(METHODS), help="in the order in which each text is read")
-    parser.add_argument("--multiples", default="2,4", help="what methods are set for, in context lengths")
+    parser.add_argument(
+        "--multiples",
+        default="2,4",
+        help="what methods are set for, in context lengths; texts are read to the largest of them",
+    )
     parser.add_argument(
         "--trials", type=int, default=4, help="prompts at each length and each of three depths; 0: none"
     )
@@ -151,12 +155,11 @@ def main() -> None:
     record |= {"command": "make real-models", "versions": with_machine({}, arguments.device)["versions"]}
     dtype = arguments.dtype or usual_dtype(arguments.device)
     model = RealModel(arguments.model, arguments.data, arguments.device, dtype, record["models"])
-    texts = list(model.stretches())[: arguments.texts]
+    multiples = [float(multiple) for multiple in arguments.multiples.split(",")]
+    longest = model.lengths(max(multiples))[-1]
+    texts = list(model.stretches(longest))[: arguments.texts]
     if not texts:
-        raise SystemExit(
-            f"no text has {model.lengths(max(MULTIPLES))[-1]:,} tokens behind its middle; give longer ones by --data"
-        )
-    multiples = [int(multiple) for multiple in arguments.multiples.split(",")]
+        raise SystemExit(f"no text has {longest:,} tokens behind its middle; give longer ones by --data")
 
     def add(table: str, row: Row) -> None:
         model.entry[table].append(row)
@@ -167,7 +170,7 @@ def main() -> None:
         if time.monotonic() > until:
             print(f"stopped after {arguments.minutes:g} minutes; the same command goes on")
             return
-        about = {"text": text.name, "method": method, "multiple": multiple}
+        about = {"text": text.name, "method": method, "multiple": int(multiple) if multiple.is_integer() else multiple}
         add("texts", about | model.text_row(text, method, multiple))
     measured = {(row["method"], row["length"]) for row in model.entry["answers"]}
     for length in [int(model.context_length * multiple) for multiple in ANSWER_MULTIPLES if arguments.trials]:
