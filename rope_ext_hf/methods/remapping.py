@@ -72,6 +72,8 @@ class AttentionRule:
 
     local_zone_exact: ClassVar[bool] = True
     """Whether the nearest zone sees keys and queries at their own positions; False: where they are stored."""
+    scales_queries_only: ClassVar[bool] = False
+    """Whether `query_scale` is all that the rule changes, so that the model's own attention function can run."""
 
     @property
     def by_length(self) -> bool:

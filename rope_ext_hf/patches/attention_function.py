@@ -91,7 +91,7 @@ def _attend_in_context(
         if group.rows is not None:
             group_qkv = tuple(pick_rows(x, group.rows) for x in qkv)
             group_mask = None if mask is None else pick_rows(mask, group.rows)
-        if group.method is None:  # rows so short that the method changes nothing in them
+        if group.method is None:  # rows in which the method changes nothing, or no more than the size of queries
             out = _attend_as_loaded(module, context, group, group_mask, *group_qkv, **kwargs)
         else:
             out = _attend_by_rule(module, group, group_mask, *group_qkv, **kwargs)
@@ -124,9 +124,14 @@ def _attend_by_rule(
 def _attend_as_loaded(
     module: nn.Module, context: ForwardContext, group: RowGroup, mask: Tensor | None, *qkv: Tensor, **kwargs: Any
 ) -> Tensor:
-    """Return the output of the attention function that the model was loaded with, bit for bit as without a patch."""
+    """Return the output of the attention function that the model was loaded with.
+
+    It is as without a patch, bit for bit, where no query has a factor above 1.
+    """
     layer: Layer = module.__dict__[LAYER_ATTRIBUTE]
-    query, key, _ = qkv
+    query, key, value = qkv
+    if layer.rule.scales_queries_only:
+        query = _scaled(layer.rule, group.positions, query)
     config, window, keys = layer.as_loaded, layer.rule.window_size, int(key.shape[2])
     # A bool mask says which keys are seen; eager attention adds its mask to the scores.
     if mask is not None and mask.dtype == torch.bool and config._attn_implementation == "eager":
@@ -139,7 +144,17 @@ def _attend_as_loaded(
         mask = context.masks[mask_key]
     if window is not None:
         kwargs = {"sliding_window": window} | kwargs
-    return run_as_loaded(module, config, *qkv, mask, **kwargs)
+    return run_as_loaded(module, config, query, key, value, mask, **kwargs)
+
+
+def _scaled(rule: AttentionRule, positions: TokenPositions, query: Tensor) -> Tensor:
+    """Return queries, (rows, heads, tokens, head_dim), multiplied by the factors of a rule at their positions."""
+    entry = (rule, query.device, query.dtype)
+    if entry not in positions.query_scales:
+        scale = rule.query_scale(positions.query_positions.to(query.device))
+        positions.query_scales[entry] = None if scale is None else scale[:, None, :, None].to(query.dtype)
+    scale = positions.query_scales[entry]
+    return query if scale is None else query * scale
 
 
 def _mask_as_loaded(

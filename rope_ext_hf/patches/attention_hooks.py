@@ -97,7 +97,7 @@ class RemappingHooks(DecoderHooks):
             self.record(context.cache, output, context.cache_state)
 
     def _group_rows(self, context: ForwardContext) -> tuple[RowGroup, ...]:
-        """Return the rows of a forward, grouped by their rule of attention; empty if no rule depends on the length.
+        """Return the rows of a forward, grouped by their rule of attention; empty if all follow the rule of the method.
 
         Raises:
             LengthError: a row holds several inputs, each of which needs the rule of its own length.
@@ -106,6 +106,8 @@ class RemappingHooks(DecoderHooks):
         method, positions = table.method, context.token_positions
         assert isinstance(method, RemappingMethod)
         assert positions is not None
+        if method.scales_queries_only:
+            return (RowGroup(None, None, positions),)
         if not method.by_length:
             return ()
         lengths = (table.fixed_length,) if table.fixed_length else positions.lengths

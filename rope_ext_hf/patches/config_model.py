@@ -110,7 +110,7 @@ class ConfigModel:
         Raises:
             UnsupportedModelError: no full-attention layer rotates, and the patch is for these.
         """
-        self.layers.check_rotating(spec.layers)
+        self.layers.check_method(spec.method, spec.layers)
         encoding = config_encoding(self.config, spec, self.layer_types[0])
         patched = copy.deepcopy(self.config)
         write_settings(patched, encoding, self.layer_types)

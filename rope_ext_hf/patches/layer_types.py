@@ -14,6 +14,7 @@ from typing import Any
 from rope_ext_hf.errors import MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.config import ConfigRope
 from rope_ext_hf.patches.families import family, rope_keys
 from rope_ext_hf.patches.family_settings import values_of
@@ -152,6 +153,8 @@ class AttentionLayers:
         ]
         if full:
             return tuple(full)
+        if self._none_of_full_rotates:  # what a method changes in these layers is no rotation, and stands with any
+            return tuple(by_embedding)
         if list(by_embedding) != [None]:  # an embedding that no layer names may still be one for full attention
             return tuple(key for key, indices in by_embedding.items() if not indices and key not in SLIDING)
         # The only embedding of a module, and none of its layers is known to attend to everything. It is changed all the
@@ -198,22 +201,31 @@ class AttentionLayers:
         _, full = self.rotating
         return (
             f"None of the {full} full-attention layers rotates its queries and keys (no RoPE), so longer inputs need "
-            "no patch, and none would change what these layers see. Raise max_position_embeddings in the config, and "
-            "measure how far the model reads: rope-ext ppl."
+            "no patch: the method `default` with a target length raises max_position_embeddings and changes nothing "
+            "else. The one method that changes these layers is `temperature`, which makes their attention sharper "
+            "beyond the context length. Measure both: rope-ext ppl."
         )
 
-    def check_rotating(self, layers: Layers | None = None) -> None:
+    def check_method(self, method: RopeMethod, layers: Layers | None = None) -> None:
         """Check that a method has something to change: a full-attention layer that rotates, or `layers` by name.
 
+        `default`, by which only the length in the config grows, needs no such layer. Nor does a method that changes
+        nothing but the size of queries, which takes no `layers`.
+
         Raises:
+            MethodError: such a method, and `layers`.
             UnsupportedModelError: no full-attention layer rotates, and `layers` is None.
         """
         _, full = self.rotating
-        if self._none_of_full_rotates and layers is None:
+        if isinstance(method, RemappingMethod) and method.scales_queries_only:
+            if layers is not None:
+                raise MethodError(f"{method.name} is for all full-attention layers; leave out layers (--layers)")
+        elif self._none_of_full_rotates and layers is None and not isinstance(method, Default):
             raise UnsupportedModelError(
                 f"none of the {full} full-attention layers of this {self.config.model_type!r} model rotates its "
-                "queries and keys, so longer inputs need no patch; a RoPE method would change its sliding-window "
-                "layers only, which see no further for it"
+                f"queries and keys, so longer inputs need no patch; {method.name} would change its sliding-window "
+                "layers only, which see no further for it. For such models there are `default`, which raises the "
+                "length in the config alone, and `temperature`"
             )
 
     def sliding_note(
@@ -246,9 +258,20 @@ class AttentionLayers:
         return f"{share}; they share one rotary embedding with the others, so the method changes them too.", False
 
     def unrotated_note(self, method: RopeMethod) -> str | None:
-        """Return a sentence on full-attention layers without RoPE, which a method cannot reach; else None."""
+        """Return a sentence on full-attention layers that a method does not reach; None where it reaches all.
+
+        Most methods reach the layers that rotate; one that changes the size of queries is for those that do not.
+        """
         rotating, full = self.rotating
-        if rotating == full:
+        if isinstance(method, RemappingMethod) and method.scales_queries_only:
+            if not rotating:
+                return None
+            share = f"All {full}" if rotating == full else f"{rotating} of the {full}"
+            return (
+                f"{share} full-attention layers rotate their queries and keys. Inputs beyond the context length bring "
+                f"distances that these layers were not trained at, and {method.name} does not change them."
+            )
+        if rotating == full or isinstance(method, Default):
             return None
         layers = f"{full - rotating} of the {full} full-attention layers do not rotate their queries and keys (no RoPE)"
         if isinstance(method, RemappingMethod):
@@ -259,12 +282,7 @@ class AttentionLayers:
         return f"{layers}: the method does not reach them."
 
     def nothing_to_extend(self) -> UnsupportedModelError:
-        """Return the error for a model in which a method finds no layer that attends to everything before it.
-
-        Raises:
-            UnsupportedModelError: the model has such layers, and they do not rotate.
-        """
-        self.check_rotating()
+        """Return the error for a model in which a method finds no layer that attends to everything before it."""
         window = f" of {self.window:,} tokens" if self.window else ""
         return UnsupportedModelError(
             f"every layer of this model has a sliding window{window} and sees no further, whatever the RoPE method; "

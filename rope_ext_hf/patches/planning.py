@@ -139,7 +139,6 @@ def _find_site(
     configs = _copied_configs(model, slots[0].config)
     config = next(swap.patched for swap in configs if swap.original is slots[0].config)
     undo_saved_patch(config)
-    slots[0].layers.check_rotating(layers)
     base = base_rope(model, slots, config, over, context_length)
     return _Site(model, slots, configs, config, base)
 
@@ -159,6 +158,7 @@ def _plan(site: _Site, spec: PatchSpec, *, live: tuple[PatchSpec, ...], saved: t
             f"over='patched' keeps the layers of the present patch, {saved[-1].layers or 'the default'}; got layers="
             f"{spec.layers}"
         )
+    slots[0].layers.check_method(spec.method, spec.layers)
     method = bind_to(spec.method, spec.rotary, config, spec.target_length)
     spec = replace(spec, method=method, target_length=spec.target_length or method.extended_length(spec.rotary))
     _check_method(model, slots, spec)
@@ -168,7 +168,8 @@ def _plan(site: _Site, spec: PatchSpec, *, live: tuple[PatchSpec, ...], saved: t
     unlike_published = recipe_warning(config, spec.rotary, method, spec.target_length)
     encoding = _write_configs(site, spec, saved)
     _check_softmax_scale(slots[0], config, encoding)
-    sliding, every_layer = slots[0].sliding_note(encoding.extended_length or spec.rotary.context_length)
+    length = encoding.extended_length or spec.rotary.context_length
+    sliding, every_layer = slots[0].sliding_note(length, named=spec.layers is not None)
     notes = [
         sliding,
         slots[0].layers.unrotated_note(method),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.class_angles import built_anew, same_frequencies
 from rope_ext_hf.patches.config import ConfigRope
@@ -94,12 +94,16 @@ class Slot:
                 return False
         return True
 
-    def sliding_note(self, extended_length: int) -> tuple[str | None, bool]:
+    def sliding_note(self, extended_length: int, *, named: bool = False) -> tuple[str | None, bool]:
         """Return a sentence on what a patch does to sliding-window layers, and whether every layer is one.
 
-        The sentence is None where there is nothing to say. `extended_length`: of the patched model, in tokens.
+        The sentence is None where there is nothing to say.
+
+        Args:
+            extended_length: the length in tokens that the patched model is for.
+            named: whether the user of the patch named the layers that it is for.
         """
-        changed = next((name for name in self.scaled_layers if name in SLIDING), None)
+        changed = next((name for name in self.scaled_layers if named and name in SLIDING), None)
         apart = next((rope for name, rope in self.as_loaded.items() if name in SLIDING), None)
         return self.layers.sliding_note(apart, extended_length, changed)
 
@@ -164,11 +168,12 @@ class PatchedSlot(nn.Module):
         self.axes = slot.axes
         self._as_loaded = slot.as_loaded
         self._kept_length: int | None = None  # in rows up to it, the module that was loaded rotates
-        by_length = isinstance(method, RemappingMethod) and method.by_length
-        by_length = by_length and not any(rope.follows_length for rope in slot.as_loaded.values())
+        keeps_bits = isinstance(method, RemappingMethod) and method.keeps_bits
+        keeps_bits = keeps_bits and not any(rope.follows_length for rope in slot.as_loaded.values())
         # Elsewhere a row that grows longer would mix keys that the two modules have rotated differently.
-        if by_length and slot.rotates_as_loaded(method, rotary) and slot.is_accurate:
-            self._kept_length = method.max_distance  # type: ignore[attr-defined]
+        if keeps_bits and slot.rotates_as_loaded(method, rotary) and slot.is_accurate:
+            assert isinstance(method, RemappingMethod)
+            self._kept_length = UNBOUNDED if method.scales_queries_only else method.max_distance
         self.replaced = slot.module
         self._state = state
         self.hooks: list[Any] = []
@@ -320,12 +325,14 @@ class PatchedSlot(nn.Module):
 
         `layer_type`: the type of the layers that they are for, in a model with several rotary embeddings.
         """
-        angles = self.tables[layer_type or "all"](x, position_ids)
         if self._kept_length is None:
-            return angles
+            return self.tables[layer_type or "all"](x, position_ids)
         # The method changes nothing in a row of at most this length. The model's own module rotates there, so that such
         # a row gives the numbers of the unpatched model bit for bit.
         unpatched = self.replaced(x, position_ids, *([layer_type] if layer_type else []))
+        if self._kept_length == UNBOUNDED:
+            return unpatched
+        angles = self.tables[layer_type or "all"](x, position_ids)
         positions = position_ids if position_ids.ndim == 2 else position_ids[-1]
         is_kept = (positions < self._kept_length)[..., None]
         if isinstance(unpatched, Tensor):

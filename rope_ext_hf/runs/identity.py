@@ -35,6 +35,7 @@ from rope_ext_hf.errors import FileError
 from rope_ext_hf.files import read_json, write_json
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
+from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.geometry import base_rope_of_model
 from rope_ext_hf.patches.patch_records import PatchSpec
 from rope_ext_hf.patches.slots import present_specs
@@ -137,6 +138,8 @@ def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str
 def results_of_model(run: Run[Any], model: nn.Module, name: str) -> tuple[Run[Any], Method]:
     """Return a run with only the results of a model's present method and of the unpatched model, and that method.
 
+    The results of the unpatched model are also those of `default`, where that was not measured by its name.
+
     Args:
         run: a run of the same weights.
         model: patched or not; it may be on the meta device.
@@ -147,6 +150,8 @@ def results_of_model(run: Run[Any], model: nn.Module, name: str) -> tuple[Run[An
     """
     specs, unpatched = present_specs(model), run.settings["loaded"]
     method = specs[-1].method.to_dict() if specs else unpatched
+    if len(specs) == 1 and isinstance(specs[-1].method, Default) and not run.select([method]).results:
+        method = unpatched  # it changes nothing but the length in the config
     basis = Basis.from_specs(specs).to_dict() if specs else run.settings["basis"]
     chosen = run.select([unpatched, method])
     has_method = any(result.key == method_key(method) for result in chosen.results)

@@ -34,7 +34,7 @@ class MethodAdvice:
 
     method: str
     kind: str  # "static", "length-dependent", "remapping" or "trained"
-    fits: bool  # whether it helped a measured model at this length, without training
+    fits: bool  # whether it helped a measured model at this length without training, or is all that such a model needs
     why: str  # the models that it helped, or the reason why none is known, in a clause
     measured: dict[str, float]  # the rise of the loss in bits per token or byte, by the name of the measured model
     short_inputs: str  # the effect on inputs within the context length, in words

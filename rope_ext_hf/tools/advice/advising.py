@@ -266,7 +266,7 @@ class _Advisor:
         return spec.rotary, spec.method
 
     def methods(self) -> list[MethodAdvice]:
-        """Return the advice on every method that guidance.toml has guidance for."""
+        """Return the advice on every method that guidance.toml has guidance for, for a model of this kind."""
         if not self.opened.can_be_tried:
             self.refusal = (
                 "It was not tried which methods `patch` refuses on this model, because no small model of its class can "
@@ -275,7 +275,8 @@ class _Advisor:
         advice = []
         for name in guided_methods():
             guidance = guidance_of(name)
-            if guidance is not None and name in list_methods():
+            unrotated = self.opened.layers.no_patch_needed is not None
+            if guidance is not None and guidance.unrotated == unrotated and name in list_methods():
                 advice.append(self._method(name, guidance))
         return advice
 
@@ -304,7 +305,7 @@ class _Advisor:
         return MethodAdvice(
             method=name,
             kind=kind,
-            fits=bool(models),
+            fits=bool(models) or (guidance.unrotated and bool(kind)),
             why=why,
             measured={rise.model.name: rise.increase for rise in rises},
             short_inputs=short_inputs,

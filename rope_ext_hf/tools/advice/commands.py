@@ -86,7 +86,7 @@ def extend(
         print_text(plan.summary)
         prepared = None
         if plan.perplexity is not None:
-            prepared = Prepared(RunOptions(model, plan.patch, load), plan.perplexity, ReaderOptions())
+            prepared = Prepared(RunOptions(model, plan.measured, load), plan.perplexity, ReaderOptions())
         if not publish.yes:
             _ask_whether_to_go_on(plan, can_ask=not as_json and sys.stdin.isatty())
         if prepared is not None:
@@ -164,7 +164,7 @@ def _print_dry_run(
                 empty = load.empty_model(model)
                 disk = empty.num_parameters() * empty.dtype.itemsize  # the weights are copied into the folder
                 if plan.perplexity is not None:
-                    options = RunOptions(model, plan.patch, load, dry_run=True)
+                    options = RunOptions(model, plan.measured, load, dry_run=True)
                     measuring = Prepared(options, plan.perplexity, ReaderOptions()).forecast
                     if measuring is not None:
                         forecast = replace(measuring, does=(), disk=disk, folder=plan.out)

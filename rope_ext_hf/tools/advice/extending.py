@@ -14,11 +14,13 @@ from rope_ext_hf.errors import MethodError, ServingError, short
 from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.method_choice import LayerChoice
+from rope_ext_hf.methods.static import Default
+from rope_ext_hf.methods.temperature import Temperature
 from rope_ext_hf.patches.folder_copies import unlike_copies
 from rope_ext_hf.patches.gguf_models import is_gguf, way_out
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.runs.labels import method_key
-from rope_ext_hf.runs.measures import Evidence, perplexity_text
+from rope_ext_hf.runs.measures import Evidence, Measure, perplexity_text
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.statistics import FEWEST, Estimate
 from rope_ext_hf.runs.verdicts import Outcome, verdict
@@ -48,6 +50,7 @@ class Extension:
     lengths: tuple[int, ...]  # the lengths to measure, in tokens; the context length and the target length last
     out: str  # the folder to write
     patch: LayerChoice  # the method, as `rope-ext patch` takes it
+    measured: LayerChoice  # the method that is measured beside the model as it is: `patch`, unless that changes nothing
     perplexity: Perplexity | None  # what is measured before the folder is written; None: nothing
     commands: dict[
         str, str
@@ -148,8 +151,7 @@ class ExtensionVerdict:
                 clause = _clause(comparison, better="perplexity gets better ({})", tested=not too_few)
             sentences.append(f"Short inputs ({length:,} tokens): {clause}.")
         if change is not None and too_few:
-            are = "document is" if change.items == 1 else "documents are"
-            sentences.append(f"{change.items} {are} too few to say whether these differences are by chance.")
+            sentences.append(_too_few(change.items))
         return sentences
 
     def __str__(self) -> str:
@@ -157,6 +159,60 @@ class ExtensionVerdict:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"refusal": self.refusal, "text": str(self)}
+
+
+@dataclass(frozen=True)
+class LengthVerdict:
+    """The verdict on a longer length for a model whose full-attention layers do not rotate, which needs no patch.
+
+    Attributes:
+        context_length, target_length: both lengths in tokens.
+        longer: the model as it is: the same text, read with the context length and with the target length before it.
+        temperature: the model as it is, and with the method `temperature`, at the target length.
+    """
+
+    context_length: int
+    target_length: int
+    longer: Comparison
+    temperature: Comparison
+
+    @property
+    def refusal(self) -> str:
+        """A clause with the reason why the measurement speaks against the longer length; empty if it does not."""
+        if self.longer.change is None:
+            return f"perplexity was not measured at {self.context_length:,} and at {self.target_length:,} tokens"
+        if self.longer.outcome is Outcome.WORSE:
+            return (
+                f"the same text reads worse in inputs of {self.target_length:,} tokens than in inputs of "
+                f"{self.context_length:,} ({self.longer.values})"
+            )
+        return ""
+
+    @property
+    def sentences(self) -> list[str]:
+        """Sentences on what the longer input does to the model as it is, and on what `temperature` does to it."""
+        change = self.longer.change
+        too_few = change is not None and change.items < FEWEST
+        longer = _clause(self.longer, better="perplexity gets better ({})", tested=not too_few)
+        temperature = _clause(self.temperature, better="perplexity gets better ({})", tested=not too_few)
+        sentences = [
+            f"From {self.context_length:,} to {self.target_length:,} tokens before the same text: {longer}.",
+            f"With the method temperature at {self.target_length:,} tokens: {temperature}.",
+        ]
+        if change is not None and too_few:
+            sentences.append(_too_few(change.items))
+        return sentences
+
+    def __str__(self) -> str:
+        return " ".join(self.sentences)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"refusal": self.refusal, "text": str(self)}
+
+
+def _too_few(documents: int) -> str:
+    are = "document is" if documents == 1 else "documents are"
+    return f"{documents} {are} too few to say whether these differences are by chance."
 
 
 def _clause(comparison: Comparison, *, better: str, tested: bool) -> str:
@@ -230,7 +286,7 @@ def plan_extension(
         text = question.data or f"stdlib?join={_CHARACTERS * target_length}"
         perplexity = Perplexity(lengths=lengths, max_spans=question.max_spans, data=text)
         commands["ppl"] = command_line(
-            "ppl", model, **patch.options, **loading, **perplexity.options, **(reading or {})
+            "ppl", model, **_measured(patch).options, **loading, **perplexity.options, **(reading or {})
         )
     commands["patch"] = command_line("patch", model, **patch.options, **loading, out=folder)
     commands["serve-config"] = command_line("serve-config", folder, engine=engine.name, **question.server.options)
@@ -245,9 +301,18 @@ def plan_extension(
         lengths=lengths,
         out=folder,
         patch=patch,
+        measured=_measured(patch),
         perplexity=perplexity,
         commands=commands,
     )
+
+
+def _measured(patch: LayerChoice) -> LayerChoice:
+    """Return the patch that is measured beside the model as it is: the planned one, unless that changes nothing.
+
+    Then it is `temperature`, the one method for models whose full-attention layers do not rotate.
+    """
+    return replace(patch, method=(Temperature.name,)) if patch.method == (Default.name,) else patch
 
 
 def _published_reason(opened: Model, method: str, target_length: int) -> str:
@@ -328,15 +393,17 @@ def _settings(config: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
 
 
-def judge(extension: Extension, run: Run[Any]) -> ExtensionVerdict:
+def judge(extension: Extension, run: Run[Any]) -> ExtensionVerdict | LengthVerdict:
     """Return the verdict on an extension after its measurement.
 
-    `run` has the perplexities of the model, unpatched and extended.
+    `run` has the perplexities of the model, unpatched and with the method that `Extension.measured` names.
     """
     target = extension.target_length
     unpatched = method_key(run.settings["loaded"])
     loss = next(measure for measure in run.kind.measures(run) if measure.evidence is Evidence.LOSS)
     extended = next(key for key in loss.items if key != unpatched)
+    if extension.method == Default.name:
+        return _judge_length(extension, loss, unpatched, extended)
     short_lengths = [
         length for length in sorted(loss.lengths(unpatched), reverse=True) if length <= extension.context_length
     ]
@@ -366,4 +433,25 @@ def judge(extension: Extension, run: Run[Any]) -> ExtensionVerdict:
         gain=compare(target),
         short_inputs={length: compare(length) for length in short_lengths},
         balances={length: with_sums.change((extended, -length), (unpatched, -length)) for length in short_lengths},
+    )
+
+
+def _judge_length(extension: Extension, loss: Measure, as_loaded: str, temperature: str) -> LengthVerdict:
+    """Return the verdict on a longer length for a model that needs no patch.
+
+    Args:
+        extension: the plan.
+        loss: the measured losses.
+        as_loaded, temperature: the keys of the model as it is and of the method `temperature`.
+    """
+
+    def compare(before: tuple[str, int], after: tuple[str, int]) -> Comparison:
+        return Comparison(loss.value(*before), loss.value(*after), loss.change(after, before))
+
+    long = (as_loaded, extension.target_length)
+    return LengthVerdict(
+        context_length=extension.context_length,
+        target_length=extension.target_length,
+        longer=compare((as_loaded, extension.context_length), long),
+        temperature=compare(long, (temperature, extension.target_length)),
     )

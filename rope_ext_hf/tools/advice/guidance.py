@@ -49,6 +49,7 @@ class Guidance:
     when: str = ""  # the condition under which to take it instead of similar methods; empty: there is none
     decode: str = NOTHING  # the reason why each generated token takes more time; `NOTHING`: it does not
     unmeasured: str = ""  # the reason why measuring it says nothing; empty: it can be measured
+    unrotated: bool = False  # whether it is for models whose full-attention layers do not rotate, and for no others
 
 
 def guidance_of(method: str) -> Guidance | None:
@@ -69,6 +70,7 @@ def _guidance() -> dict[str, Guidance]:
             when=entry["when"],
             decode=_DECODE[entry.get("decode", "nothing")],
             unmeasured=entry.get("unmeasured", ""),
+            unrotated=entry.get("unrotated", False),
         )
         for name, entry in package_table(__package__, "guidance.toml").items()
     }

@@ -180,9 +180,9 @@ def _check_runs_on_engines(method: RopeMethod) -> None:
     label = method.label()
     if isinstance(method, RemappingMethod):
         if not method.moves_keys:
+            change = "multiplies queries by a factor" if method.scales_queries_only else "adds to scores by distance"
             raise ServingError(
-                f"{label} adds to scores by distance, and no serving engine does that. Serve the model with this "
-                "package and transformers"
+                f"{label} {change}, and no serving engine does that. Serve the model with this package and transformers"
             )
         raise ServingError(
             f"{label} changes the relative positions that queries see, and no serving engine does that. Serve the "

@@ -20,7 +20,7 @@ from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reference import path
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.statistics import Estimate, estimate
-from rope_ext_hf.tools.advice.extending import Comparison, ExtensionVerdict, plan_extension
+from rope_ext_hf.tools.advice.extending import Comparison, ExtensionVerdict, LengthVerdict, plan_extension
 from rope_ext_hf.tools.serving.questions import Extending
 from tests.support.models import build
 from tests.support.wrapped_text import unwrapped
@@ -326,3 +326,65 @@ def test_a_folder_made_from_another_model_is_not_served(
         weights.write_bytes(data)
     done = extend(*arguments)
     assert (done.exit_code, said in " ".join(done.stderr.split())) == (2 if said else 0, True), done.output
+
+
+def without_rope(folder: Path) -> Path:
+    """A folder of a model whose full-attention layers do not rotate, with the tokenizer of the bundled model."""
+    tokenizer = load_tokenizer("reference")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "bos_token_id": None}
+    lengths = {"max_position_embeddings": 64, "sliding_window": 16}
+    types = ["sliding_attention", "full_attention"]
+    config = AutoConfig.for_model("cohere2", **sizes, **heads, **lengths, layer_types=types, eos_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_whose_full_attention_layers_do_not_rotate_gets_a_longer_length_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured is the model as it is at both lengths, and the method `temperature`."""
+    monkeypatch.chdir(tmp_path)
+    without_rope(tmp_path / "model")
+    result = extend("model", "--target-length", "256", "--data", "stdlib", "--max-spans", "4", "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["plan"]["method"] == "default"
+    assert "temperature" in answer["plan"]["steps"]["ppl"]
+    assert "default" in answer["plan"]["steps"]["patch"]
+    assert answer["serving"]["command"] == ["vllm", "serve", "model-256", "--max-model-len", "256"]
+    loaded = AutoModelForCausalLM.from_pretrained("model-256")
+    assert loaded.config.max_position_embeddings == 256
+    before = AutoModelForCausalLM.from_pretrained("model")
+    assert all(torch.equal(value, before.state_dict()[key]) for key, value in loaded.state_dict().items())
+
+    (folder,) = (tmp_path / "rope-ext-results").iterdir()
+    nats: dict[tuple[bool, int], float] = {}
+    for each in read_run(folder).results:
+        total = sum(document.nats for document in each.documents)
+        nats[each.method is not None, each.length] = total / sum(document.tokens for document in each.documents)
+    verdict = answer["verdict"]
+    assert verdict["longer"]["unpatched"] == pytest.approx(math.exp(nats[False, 64]))
+    assert verdict["longer"]["extended"] == pytest.approx(math.exp(nats[False, 256]))
+    assert verdict["temperature"]["extended"] == pytest.approx(math.exp(nats[True, 256]))
+    assert "With the method temperature at 256 tokens" in verdict["text"]
+    assert "## Measured: perplexity on stdlib" in (tmp_path / "model-256" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("longer", "said"),
+    [
+        ([0.31, 0.29, 0.3, 0.32, 0.3], "the same text reads worse in inputs of 256 tokens than in inputs of 64"),
+        ([0.31, -0.29, 0.3, -0.32, 0.01], ""),
+        ([-0.31, -0.29, -0.3, -0.32, -0.3], ""),
+        (None, "perplexity was not measured at 64 and at 256 tokens"),
+    ],
+)
+def test_a_longer_length_is_refused_where_the_same_text_reads_worse_in_it(
+    longer: list[float] | None, said: str
+) -> None:
+    change = None if longer is None else estimate(longer, [1.0] * len(longer))
+    same = Comparison(5.0, 5.0, estimate([0.0, 0.1, -0.1], [1.0] * 3))
+    verdict = LengthVerdict(64, 256, Comparison(5.0, 6.0, change), same)
+    assert verdict.refusal.startswith(said) if said else not verdict.refusal

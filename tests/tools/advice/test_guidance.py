@@ -30,6 +30,7 @@ from rope_ext_hf.tools.advice.guidance import (
     guided_methods,
 )
 from rope_ext_hf.tools.advice.measurements import rises_at
+from tests.support.every_model import tiny
 from tests.support.models import build
 
 ROOT = Path(__file__).parents[3]
@@ -204,12 +205,42 @@ BASES: dict[str, tuple[str, Callable[[], bool]]] = {
         "the model will be fine-tuned for long",
         lambda: bool(getattr(guidance_of("theta"), "unmeasured", "")),  # so that it is never advised
     ),
+    "default": (
+        "no full-attention layer rotates, so that only the length in the config has to grow",
+        lambda: changed_settings(rope.patch(without_rope(), "default", target_length=4096)) == {LENGTH_KEY},
+    ),
+    "temperature": (
+        "no full-attention layer rotates, and it reads better than the model as it is; no such model was measured here",
+        lambda: (
+            rope.describe(without_rope()).rotating_layers == (0, 1)
+            and "temperature" in (rope.describe(without_rope()).notes[0])
+            and not rises_at("temperature", 4)
+        ),
+    ),
     "learnable": (
         "the frequencies themselves are to be trained",
         lambda: any(p.requires_grad for p in rope.RotaryEmbedding("learnable", ROTARY).parameters()),
     ),
 }
 """By method: when to use it, as it is written there, and what that follows from."""
+
+
+LENGTH_KEY = "max_position_embeddings"
+
+
+def without_rope() -> Any:
+    """A model whose full-attention layer does not rotate."""
+    return tiny("cohere2")
+
+
+def changed_settings(model: Any) -> set[str]:
+    """The settings in the config of a patched model that the config of the unpatched one has otherwise.
+
+    The record of the patch, which plain transformers does not read, is none of them.
+    """
+    patched = dict(model.config.to_dict())
+    plain = rope.unpatch(model).config.to_dict()
+    return {key for key in plain if patched[key] != plain[key]}
 
 
 def fades_out(name: str) -> bool:
@@ -246,6 +277,7 @@ def test_what_a_generated_token_takes_follows_from_the_kind_of_method() -> None:
             expected = NOTHING  # longrope too: one of two lists, by the length of the input
         else:
             expected = ZONES if bound(name).moves_keys else "slower scores beyond the context length"
+            expected = NOTHING if bound(name).scales_queries_only else expected
         assert known.decode == expected, name
 
 
@@ -262,7 +294,8 @@ def test_the_page_says_where_jet_long_reads_less_far() -> None:
 @pytest.mark.parametrize("purpose", [SERVING, PYTHON, SHORT_INPUTS])
 def test_no_candidate_reads_significantly_better_than_the_recommended_one(purpose: str) -> None:
     """On real models, as far as they were measured; the order of guidance.toml is that of the recommendations."""
-    candidates = [name for name in guided_methods() if purpose in getattr(guidance_of(name), "purposes", ())]
+    guided = {name: known for name in guided_methods() if (known := guidance_of(name)) and not known.unrotated}
+    candidates = [name for name, known in guided.items() if purpose in known.purposes]
     for scale in (2, 4):
         rises = {name: [r for r in rises_at(name, scale) if not r.model.is_small] for name in candidates}
         first = rises.pop(candidates[0])
