@@ -153,7 +153,7 @@ class AttentionLayers:
         ]
         if full:
             return tuple(full)
-        if self._none_of_full_rotates:  # what a method changes in these layers is no rotation, and stands with any
+        if self._none_of_full_rotates:  # a method for these layers changes no frequencies: any embedding can hold it
             return tuple(by_embedding)
         if list(by_embedding) != [None]:  # an embedding that no layer names may still be one for full attention
             return tuple(key for key, indices in by_embedding.items() if not indices and key not in SLIDING)

@@ -42,9 +42,7 @@ def cohere2() -> Any:
 def scaled_by_hand(model: Any, factor: Any) -> None:
     """Let plain transformers multiply the queries of the full-attention layers by a factor of their positions."""
 
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any) -> Any:
         if kwargs.get("sliding_window") is None:
             query = query * torch.tensor([factor(position) for position in range(query.shape[2])])[:, None]
         return eager_attention_forward(module, query, key, value, mask, **kwargs)
@@ -111,7 +109,8 @@ def test_compiled_code_and_gradients_agree_with_the_plain_forward() -> None:
     model, ids = rope.patch(cohere2(), "temperature"), tokens(LONG)
     expected = logits(model, ids)
     with torch.no_grad():
-        compiled = torch.compile(model, backend="eager")(input_ids=ids).logits
+        run: Any = torch.compile(model, backend="eager")
+        compiled = run(input_ids=ids).logits
     torch.testing.assert_close(compiled, expected, atol=2e-5, rtol=0)
     model(input_ids=ids, labels=ids).loss.backward()
     actual = model.model.layers[1].self_attn.q_proj.weight.grad.clone()
@@ -127,7 +126,7 @@ def test_a_saved_folder_keeps_the_factor_and_plain_transformers_refuses_it(tmp_p
     loaded = rope.from_pretrained(tmp_path)
     assert torch.equal(logits(loaded.eval(), ids), logits(model, ids))
     assert loaded.config.max_position_embeddings == 256
-    with pytest.raises(KeyError, match="load with rope_ext_hf.from_pretrained"):
+    with pytest.raises(KeyError, match=r"load with rope_ext_hf\.from_pretrained"):
         type(model).from_pretrained(tmp_path)
 
 
@@ -159,5 +158,5 @@ def test_a_model_with_a_factor_of_its_own_is_refused_unless_one_is_named() -> No
 
 
 def test_methods_that_rotate_name_this_one_where_no_full_attention_layer_does() -> None:
-    with pytest.raises(UnsupportedModelError, match="there are `default`.* and `temperature`"):
+    with pytest.raises(UnsupportedModelError, match=r"there are `default`.* and `temperature`"):
         rope.patch(cohere2(), "yarn", factor=4)
