@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from rope_ext_hf.patches.forward_context import ForwardContext, current_context, inside_of
-from rope_ext_hf.reading.offloaded_weights import loaded_once, offloaded_bytes
+from rope_ext_hf.reading.offloaded_weights import LayersInTurn, loaded_once, offloaded_bytes
 from rope_ext_hf.reading.span_cache import SpanCache
 from rope_ext_hf.reading.waiting_states import Place, WaitingStates
 
@@ -182,11 +182,13 @@ class LayerReader:
         with loaded_once(self.outside):
             for ids_of_text in ids:
                 texts.append(self._begin(decode, ids_of_text, cache, chunk, place))
-        for index, call in enumerate(texts[0].chunks[0].calls):
-            with loaded_once(call.layer.modules()):
-                for text in texts:
-                    cache.restore(cache.empty)
-                    text.run_layer(index)
+        layers = [call.layer for call in texts[0].chunks[0].calls]
+        with LayersInTurn(layers) as weights:
+            for index in range(len(layers)):
+                with weights.loaded(index):
+                    for text in texts:
+                        cache.restore(cache.empty)
+                        text.run_layer(index)
         cache.restore(cache.empty)
         return texts
 
