@@ -142,9 +142,12 @@ class LayerReader:
 
     @property
     def coming_bytes(self) -> int:
-        """The bytes of offloaded weights that are on the device at the same time while texts are read."""
-        layers = [offloaded_bytes(layer) for layers in self._lists for layer in layers]
-        return offloaded_bytes(self._decoder) - sum(layers) + max(layers, default=0)
+        """The most bytes of offloaded weights that are on the device at the same time while texts are read.
+
+        They are those of two layers, and of all that is outside of the layers.
+        """
+        layers = sorted(offloaded_bytes(layer) for layers in self._lists for layer in layers)
+        return offloaded_bytes(self._decoder) - sum(layers[:-2])
 
     @contextmanager
     def watched(self) -> Iterator[None]:
