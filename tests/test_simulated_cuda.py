@@ -349,8 +349,7 @@ def test_weights_that_wait_in_main_memory(device: SimulatedCuda, family: str) ->
     """A thread copies those of each layer to the device once, and those of two layers are there at a time."""
     from accelerate import cpu_offload
 
-    ids, sizes = tokens(20)[0], {"num_hidden_layers": 6, "intermediate_size": 2048}
-    model = build(family, **sizes)
+    ids, model = tokens(20)[0], build(family, num_hidden_layers=6, intermediate_size=2048)
     expected = TokenScorer(model, chunk=64).losses(ids, 10)
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     others = sum(parameter.nbytes for parameter in model.parameters()) - 6 * layer

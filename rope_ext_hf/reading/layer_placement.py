@@ -37,7 +37,7 @@ class LayerWeights(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The most weights on the device if every layer comes when it is needed: one computes, and the next one comes."""
+        """The most weights on the device if every layer comes while the one before it computes."""
         return self.outside + sum(sorted(self.layers)[-2:])
 
 

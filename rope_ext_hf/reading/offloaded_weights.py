@@ -160,7 +160,7 @@ def _read(wanted: Sequence[_Wanted], previous: Sequence[Any], stopped: Event) ->
             is_shared = value.data_ptr() in (hook.tied_params_map or ())
             if device is not None and not is_shared:
                 with torch.cuda.stream(_copying_stream(device)):
-                    value = value.to(device)
+                    value = value.to(device)  # returns when the copy is done, so that no other stream has to wait for it
             elif type(value) in (Tensor, nn.Parameter):
                 _read_pages(value)
             values.setdefault(hook, {})[name] = value

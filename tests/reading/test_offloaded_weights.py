@@ -175,6 +175,9 @@ def test_the_next_layer_is_read_while_one_computes(tmp_path: Path) -> None:
     model = offloaded(build("llama", num_hidden_layers=4), "disk", tmp_path)
     scorer, layers = TokenScorer(model, chunk=CHUNK), model.model.layers
     weights = len(list(layers[0].parameters()))
+    of_layer, of_decoder = (sum(p.nbytes for p in part.parameters()) for part in (layers[0], model.model))
+    assert scorer.reader.layers is not None
+    assert scorer.reader.layers.coming_bytes == of_decoder - 2 * of_layer
     read: Counter[int] = Counter()
     has_read = threading.Condition()
     in_memory, waited = [], []

@@ -300,7 +300,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         if threading.current_thread() is threading.main_thread():
             yield
         else:
-            with _FirstDevice(), _ToRunning():
+            with _FirstDevice(), _ToRunning():  # type: ignore[no-untyped-call, unused-ignore]
                 yield
 
     def _set_sync_debug_mode(self, mode: str) -> None:
