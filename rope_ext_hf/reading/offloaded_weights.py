@@ -160,7 +160,7 @@ def _read(wanted: Sequence[_Wanted], previous: Sequence[Any], stopped: Event) ->
             is_shared = value.data_ptr() in (hook.tied_params_map or ())
             if device is not None and not is_shared:
                 with torch.cuda.stream(_copying_stream(device)):
-                    value = value.to(device)  # returns when the copy is done, so that no other stream has to wait for it
+                    value = value.to(device)  # returns when the copy is done: no other stream has to wait
             elif type(value) in (Tensor, nn.Parameter):
                 _read_pages(value)
             values.setdefault(hook, {})[name] = value
@@ -170,7 +170,7 @@ def _read(wanted: Sequence[_Wanted], previous: Sequence[Any], stopped: Event) ->
 @cache
 def _copying_stream(device: torch.device) -> Any:
     """Return the stream in which weights are copied to a CUDA device; memory is kept for each stream, so it is one."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _read_pages(value: Tensor) -> None:
