@@ -41,6 +41,7 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.patches.fingerprint:table_differences": "compare an engine's table of cos and sin with a saved model",
     "rope_ext_hf.patches.folder_copies:unlike_copies": "compare a patched copy of a folder with its source",
     "rope_ext_hf.patches.gguf_models": "whether a name is that of a GGUF file, and the way out where it cannot be used",
+    "rope_ext_hf.patches.model_classes:vocabulary_size": "the number of token ids that a model has an embedding for",
     "rope_ext_hf.patches.patch_records": "a patch, and its record in a config",
     "rope_ext_hf.patches.slot_finding:find_slots": "the rotary modules of a model, and the methods it was loaded with",
     "rope_ext_hf.patches.slots": "the patches that a model in memory carries",

@@ -279,7 +279,7 @@ def load_model(
 
 
 def loads_by_layer(name: str | Path, empty: PreTrainedModel) -> bool:
-    """Return whether weights of a model may stay on disk, and be read a layer at a time.
+    """Return whether weights of a model may stay on disk, and be read layer by layer.
 
     Those of GGUF files, of adapters, of quantised models and of files other than safetensors are all read at once.
 

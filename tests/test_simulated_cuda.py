@@ -18,7 +18,7 @@ from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.waiting_states import Place
 from tests import test_gpu
 from tests.support.models import build, tokens
-from tests.support.simulated_cuda import CudaTensor, SimulatedCuda, no_waits, why_unavailable
+from tests.support.simulated_cuda import FIRST, CudaTensor, SimulatedCuda, no_waits, why_unavailable
 from tests.support.tiers import ALL
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -342,6 +342,27 @@ def test_hidden_states_between_two_devices(place: Place) -> None:
         scorer = TokenScorer(model, chunk=64)
         scorer.reader.place = place
         torch.testing.assert_close(scorer.losses(IDS[0], 5), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_weights_that_wait_in_main_memory(device: SimulatedCuda, family: str) -> None:
+    """A thread copies those of each layer to the device once, and those of two layers are there at a time."""
+    from accelerate import cpu_offload
+
+    ids, model = tokens(20)[0], build(family, num_hidden_layers=6, intermediate_size=2048)
+    expected = TokenScorer(model, chunk=64).losses(ids, 10)
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    others = sum(parameter.nbytes for parameter in model.parameters()) - 6 * layer
+    weights = len(list(model.model.layers.parameters()))
+    scorer = TokenScorer(cpu_offload(model, FIRST), chunk=64)
+    device.reset()
+    before = device.live
+    torch.testing.assert_close(scorer.losses(ids, 10), expected, atol=1e-3, rtol=0)
+    copies = [name for name in device.places.elements() if name.startswith("to_device")]
+    in_thread = [name for name in copies if "rope_ext_hf/reading/offloaded_weights.py" in name]
+    assert len(in_thread) == weights, device.places
+    assert 2 * layer < device.peak - before < 2 * layer + others + layer // 2
+    assert device.live - before < layer // 100  # the cache
 
 
 # --- what is built on models -----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from rope_ext_hf.errors import CheckpointError, RopeExtError, entry, one_line, s
 from rope_ext_hf.files import file_stamps, foreign_errors
 from rope_ext_hf.hub import load_empty, load_model, load_tokenizer
 from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.model_classes import vocabulary_size
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.rotary.pairing import other_pairing
 
@@ -130,7 +131,7 @@ class GGUFImport(Conversion):
         for name, tensor in expected.items():
             if name not in tensors or not torch.equal(tensor, tensors[name]):
                 raise CheckpointError(f"verification failed: {name!r} differs from the one in {str(self.folder)!r}")
-        ids = torch.arange(3, 35)[None] % self.model.get_input_embeddings().weight.shape[0]
+        ids = torch.arange(3, 35)[None] % vocabulary_size(self.model)
         with torch.no_grad():
             logits, copied = (each(ids, use_cache=False).logits for each in (self.model, saved))
         if not torch.equal(logits, copied):

@@ -16,6 +16,7 @@ from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelErr
 from rope_ext_hf.hub import leading_tokens, load_tokenizer
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.gguf_models import gguf_path
+from rope_ext_hf.patches.model_classes import vocabulary_size
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.patches.slots import patched_slots
 from rope_ext_hf.patches.temporary import evaluating
@@ -68,7 +69,7 @@ def compare_losses(weights: RotatedWeights, text: str, tokenizer: PreTrainedToke
     differences = losses["half"] - losses["interleaved"]
     error = float(differences.std()) / math.sqrt(len(differences))
     is_clear = abs(half - interleaved) >= max(_MARGIN, _MIN_SIGMA * error)
-    uniform = math.log(model.get_input_embeddings().weight.shape[0])
+    uniform = math.log(vocabulary_size(model))
     has_learned = min(half, interleaved) <= uniform - _MARGIN
     pairing = None
     if is_clear and has_learned:

@@ -26,7 +26,7 @@ from rope_ext_hf.errors import CheckpointError, one_line, size_text
 from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.geometry import checkpoint_geometry
-from rope_ext_hf.patches.model_classes import class_to_load
+from rope_ext_hf.patches.model_classes import class_to_load, vocabulary_size
 from rope_ext_hf.rotary.pairing import other_pairing, rotate
 
 _MAX_ATTENTIONS = 3  # attention modules that are compared
@@ -117,7 +117,7 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
             return "logits not compared: the pairing that its class runs is unknown"
         if rows.pairing != pairing:
             reorder(model, rows, rows.pairing)
-        ids = torch.arange(3, 3 + _TOKENS * 8)[None] % model.get_input_embeddings().weight.shape[0]
+        ids = torch.arange(3, 3 + _TOKENS * 8)[None] % vocabulary_size(model)
         with torch.no_grad():
             logits.append(model(ids, use_cache=False).logits.float())
         del model

@@ -1,7 +1,7 @@
 """Places for the weights of a model that is larger than its device, as a device map of transformers.
 
 What is outside of the layers is on the device, and layers as far as they fit. Other layers wait in main memory, and the
-rest on disk; each comes to the device when texts go through it (`layer_reader`).
+rest on disk; each comes to the device while texts go through the one before it (`layer_reader`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class LayerWeights(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The number of weights on the device if every layer comes when texts go through it."""
-        return self.outside + max(self.layers, default=0)
+        """The most weights on the device if every layer comes while the one before it computes."""
+        return self.outside + sum(sorted(self.layers)[-2:])
 
 
 def layer_map(model: PreTrainedModel, room: int, main: int, width: int, device: torch.device) -> dict[str, Any]:

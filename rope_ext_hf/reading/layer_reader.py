@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from rope_ext_hf.patches.forward_context import ForwardContext, current_context, inside_of
-from rope_ext_hf.reading.offloaded_weights import loaded_once, offloaded_bytes
+from rope_ext_hf.reading.offloaded_weights import LayersInTurn, loaded_once, offloaded_bytes
 from rope_ext_hf.reading.span_cache import SpanCache
 from rope_ext_hf.reading.waiting_states import Place, WaitingStates
 
@@ -142,9 +142,12 @@ class LayerReader:
 
     @property
     def coming_bytes(self) -> int:
-        """The bytes of offloaded weights that are on the device at the same time while texts are read."""
-        layers = [offloaded_bytes(layer) for layers in self._lists for layer in layers]
-        return offloaded_bytes(self._decoder) - sum(layers) + max(layers, default=0)
+        """The most bytes of offloaded weights that are on the device at the same time while texts are read.
+
+        They are those of two layers, and of all that is outside of the layers.
+        """
+        layers = sorted(offloaded_bytes(layer) for layers in self._lists for layer in layers)
+        return offloaded_bytes(self._decoder) - sum(layers[:-2])
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -182,11 +185,13 @@ class LayerReader:
         with loaded_once(self.outside):
             for ids_of_text in ids:
                 texts.append(self._begin(decode, ids_of_text, cache, chunk, place))
-        for index, call in enumerate(texts[0].chunks[0].calls):
-            with loaded_once(call.layer.modules()):
-                for text in texts:
-                    cache.restore(cache.empty)
-                    text.run_layer(index)
+        layers = [call.layer for call in texts[0].chunks[0].calls]
+        with LayersInTurn(layers) as weights:
+            for index in range(len(layers)):
+                with weights.loaded(index):
+                    for text in texts:
+                        cache.restore(cache.empty)
+                        text.run_layer(index)
         cache.restore(cache.empty)
         return texts
 

@@ -197,7 +197,8 @@ class MemoryEstimate:
             sin.
         in_main: the hidden states of one span that wait in main memory.
         on_disk: the hidden states of one span that wait in a file.
-        fetched: weights that wait in main memory or on disk, and come to the device a layer at a time.
+        fetched: weights that wait in main memory or on disk, and come to the device layer by layer. Those of two layers
+            count as `weights`, because the next layer comes while one computes.
     """
 
     weights: int
@@ -248,7 +249,8 @@ class MemoryEstimate:
         if self.offloaded:
             text += f"; and {size_text(self.offloaded)} of main memory"
         if self.fetched:
-            text += f"; and {size_text(self.fetched)} of weights in main memory or on disk, read a layer at a time"
+            text += f"; and {size_text(self.fetched)} of weights in main memory or on disk, read layer by layer: "
+            text += "the next one while one computes"
         if self.moved:
             where = f"in a file in {disk_folder()}" if self.on_disk else "in main memory"
             text += f"; and {size_text(self.moved)} of hidden states {where}"
@@ -354,7 +356,7 @@ def fitting_memory(
 
     Args:
         model, longest, dtype, device, offload_cache, by_layer, further_weights: as in `estimate_memory`.
-        fetch: whether weights may come to the device a layer at a time.
+        fetch: whether weights may come to the device layer by layer.
         spread: whether the weights are spread over all GPUs and main memory, so that the free memory is that of all of
             them.
     """

@@ -1,13 +1,25 @@
-"""Weights that accelerate keeps in main memory or on disk, and brings to a device for each call of their module."""
+"""Weights that accelerate keeps in main memory or on disk, and brings to a device for each call of their module.
+
+Texts that are read layer by layer need the weights of each layer once (`LayersInTurn`). A thread reads those of the
+next layer while one computes. It reads values alone; modules are changed in the thread that computes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import mmap
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import cache
+from threading import Event
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+Values = dict[Any, dict[str, Tensor]]
+"""The weights of modules by hook of accelerate, and by name in its module."""
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -25,8 +37,7 @@ def device_of_ids(model: Any) -> torch.device:
     embeddings: nn.Module = model.get_input_embeddings()
     for part in embeddings.modules():
         for hook in _offloading_hooks(part):  # the weights themselves are on the meta device
-            device: Any = hook.execution_device
-            return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+            return _device_of(hook)
     return next(embeddings.parameters()).device
 
 
@@ -41,6 +52,134 @@ def loaded_once(modules: Iterable[nn.Module]) -> Iterator[None]:
             if _offloading_hooks(module):
                 stack.enter_context(_LoadingOnce(module).in_place())
         yield
+
+
+class LayersInTurn:
+    """The offloaded weights of layers, which come to their device one layer after the other, in a with block.
+
+    While one layer computes, a thread reads the weights of the next one: those on disk into main memory, and those of
+    a layer on CUDA onto the device. The weights of two layers are in memory at the same time.
+
+    Args:
+        layers: the layers, in the order in which they compute. Those without offloaded weights stay as they are.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+        self._thread = ThreadPoolExecutor(1, "next-layer")
+        self._stopped = Event()
+        self._coming: Future[Values] | None = None
+
+    def __enter__(self) -> LayersInTurn:
+        self._begin(0)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()  # so that an error, or the user's Ctrl-C, waits for one weight at most
+        self._thread.shutdown()
+        self._coming = None
+
+    @contextmanager
+    def loaded(self, index: int) -> Iterator[None]:
+        """Bring the weights of one layer to their device inside the with block.
+
+        Args:
+            index: the place of the layer; each is asked for once, in order.
+
+        Raises:
+            Exception: whatever reading the weights raised in the thread.
+        """
+        values = {} if self._coming is None else self._coming.result()
+        self._coming = None
+        with ExitStack() as stack:
+            for module in self._layers[index].modules():
+                if _offloading_hooks(module):
+                    loading = _LoadingOnce(module)
+                    stack.enter_context(loading.in_place())
+                    # Now and not at the first call: accelerate empties CUDA's cache at each weight that it sets, which
+                    # waits for all copies that are under way.
+                    loading.load(values)
+            self._begin(index + 1)
+            yield
+
+    def _begin(self, index: int) -> None:
+        """Begin to read the weights of a layer in the thread; `index`: its place, beyond the last one for none."""
+        wanted = [each for layer in self._layers[index : index + 1] for each in _wanted(layer)]
+        if not wanted:
+            return
+        # They take the memory of the previous layer, which the device may not have computed yet.
+        previous = [
+            torch.cuda.current_stream(device).record_event() for device in {each.copied_to for each in wanted} - {None}
+        ]
+        self._coming = self._thread.submit(_read, wanted, previous, self._stopped)
+
+
+class _Wanted(NamedTuple):
+    """A weight that is to be read: the hook of accelerate that brings it, and its name there."""
+
+    hook: Any
+    name: str
+    copied_to: torch.device | None  # the CUDA device that it is copied to; None: it is only read into main memory
+
+
+def _wanted(layer: nn.Module) -> list[_Wanted]:
+    """Return the offloaded weights of a layer, as accelerate's hooks bring them."""
+    from accelerate.utils import named_module_tensors  # imports half of its package
+
+    wanted = []
+    for module in layer.modules():
+        for hook in _offloading_hooks(module):
+            device = _device_of(hook)
+            weights = named_module_tensors(
+                module, include_buffers=hook.offload_buffers, recurse=hook.place_submodules, remove_non_persistent=True
+            )
+            for name, weight in weights:
+                # Quantised weights have classes of their own, which accelerate moves each in its way.
+                copies = device.type == "cuda" and type(weight) in (Tensor, nn.Parameter)
+                wanted.append(_Wanted(hook, name, device if copies else None))
+    return wanted
+
+
+def _read(wanted: Sequence[_Wanted], previous: Sequence[Any], stopped: Event) -> Values:
+    """Return the values of weights, read in a thread.
+
+    Args:
+        wanted: the weights.
+        previous: CUDA events to wait for.
+        stopped: is set when nobody needs the rest.
+    """
+    values: Values = {}
+    for event in previous:
+        event.synchronize()
+    with torch.no_grad():  # a setting of each thread
+        for hook, name, device in wanted:
+            if stopped.is_set():
+                break
+            value = hook.weights_map[name]
+            # accelerate finds weights that several modules share by their place in main memory
+            is_shared = value.data_ptr() in (hook.tied_params_map or ())
+            if device is not None and not is_shared:
+                with torch.cuda.stream(_copying_stream(device)):
+                    value = value.to(device)  # returns when the copy is done: no other stream has to wait
+            elif type(value) in (Tensor, nn.Parameter):
+                _read_pages(value)
+            values.setdefault(hook, {})[name] = value
+    return values
+
+
+@cache
+def _copying_stream(device: torch.device) -> Any:
+    """Return the stream in which weights are copied to a CUDA device; memory is kept for each stream, so it is one."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _read_pages(value: Tensor) -> None:
+    """Have the system read a tensor into main memory, if it is in a file that safetensors has mapped.
+
+    One byte of each page is read, by numpy, which needs no threads for it.
+    """
+    if value.device.type == "cpu" and value.is_contiguous():
+        value.detach().flatten().view(torch.uint8)[:: mmap.PAGESIZE].numpy().max(initial=0)
 
 
 class _LoadingOnce:
@@ -72,6 +211,18 @@ class _LoadingOnce:
             if self._called:
                 self._hook.post_forward(module, None)
 
+    def load(self, values: Values) -> None:
+        """Load the weights before the first call. `values`: those that are read already, which are taken out."""
+        self._called = True
+        for hook in self._offloading:
+            weights_map = hook.weights_map
+            hook.weights_map = ChainMap(values.pop(hook, {}), weights_map)
+            try:
+                hook.pre_forward(self._module)
+            finally:
+                hook.weights_map = weights_map
+            hook.offload = False  # neither loads in the next calls nor frees after them
+
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Load the weights if this is the first call, and return the arguments on the device."""
         self._called = True
@@ -86,3 +237,9 @@ def _offloading_hooks(module: nn.Module) -> list[Any]:
     hook = module.__dict__.get("_hf_hook")
     hooks = getattr(hook, "hooks", (hook,))  # of a SequentialHook
     return [hook for hook in hooks if getattr(hook, "offload", False)]
+
+
+def _device_of(hook: Any) -> torch.device:
+    """Return the device to which a hook of accelerate brings weights."""
+    device: Any = hook.execution_device
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -39,7 +39,7 @@ __all__ = ["Cost", "TokenScorer", "check_numbers"]
 
 T = TypeVar("T")
 
-_SHARE_OF_TEXTS = 4  # texts that are read together get a quarter of the free memory, because a layer's weights come too
+_SHARE_OF_TEXTS = 4  # texts that are read together get a quarter of the free memory, because weights of layers come too
 
 
 class Cost(NamedTuple):

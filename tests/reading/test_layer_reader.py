@@ -7,20 +7,15 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload
-from torch import Tensor, nn
+from torch import Tensor
 
 import rope_ext_hf as rope
-from rope_ext_hf.eval import perplexity
 from rope_ext_hf.hub import load_empty, load_model, load_tokenizer, loads_by_layer
-from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.layer_placement import LayerWeights, layer_map
 from rope_ext_hf.reading.scorer import TokenScorer
 from tests.support.every_model import tiny
@@ -210,118 +205,6 @@ def test_the_layers_are_in_their_places_after_an_error(monkeypatch: pytest.Monke
     assert list(model.model.layers) == layers
 
 
-# --- offloaded weights ------------------------------------------------------------------------------------------------
-
-
-class Counted:
-    """The weights that accelerate brings to a device, which counts the bytes of those that are read."""
-
-    def __init__(self, weights: Any, count: Callable[[int], None]) -> None:
-        self.weights, self.count = weights, count
-
-    def __getitem__(self, name: str) -> Tensor:
-        value: Tensor = self.weights[name]
-        self.count(value.numel() * value.element_size())
-        return value
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.weights
-
-
-@contextmanager
-def counted(model: nn.Module) -> Iterator[list[int]]:
-    """Yield a list of the bytes of each weight that is brought to the device inside the with block."""
-    sizes: list[int] = []
-    hooks: list[Any] = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
-    offloading = [part for hook in hooks for part in getattr(hook, "hooks", (hook,)) if getattr(part, "offload", False)]
-    weights = [hook.weights_map for hook in offloading]
-    for hook in offloading:
-        hook.weights_map = Counted(hook.weights_map, sizes.append)
-    try:
-        yield sizes
-    finally:
-        for hook, before in zip(offloading, weights, strict=True):
-            hook.weights_map = before
-
-
-def offloaded(model: Any, where: str, folder: Path) -> Any:
-    return cpu_offload(model) if where == "memory" else disk_offload(model, folder)
-
-
-@pytest.mark.parametrize("where", ["memory", "disk"])
-@pytest.mark.parametrize("method", [None, "yarn", "rerope"])
-def test_offloaded_weights_are_read_once_for_all_texts(method: str | None, where: str, tmp_path: Path) -> None:
-    model = build("llama")
-    size = sum(parameter.numel() * 4 for parameter in model.parameters())
-    texts = [(tokens(150), 5), (tokens(80, 2), 5), (tokens(120, 3), 5)]
-    if method is not None:
-        rope.patch(model, method, **METHODS[method])
-    expected = TokenScorer(model, chunk=CHUNK).losses_together(texts)
-    scorer = TokenScorer(offloaded(model, where, tmp_path), chunk=CHUNK)
-    assert scorer.tokens_together > 1000
-    with counted(model) as read:
-        found = scorer.losses_together(texts)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert size <= sum(read) < 1.01 * size  # buffers come too
-    assert all(parameter.device.type == "meta" for parameter in model.parameters())
-    scorer.reader.layers = None
-    with counted(model) as read:
-        scorer.losses_together(texts)
-    assert sum(read) > 10 * size
-
-
-def test_a_run_reads_offloaded_weights_once_for_all_documents(tmp_path: Path) -> None:
-    def measured(model: Any) -> Any:
-        documents = [Tokens(name, tokens(200, seed), ()) for seed, name in enumerate("abc")]
-        return perplexity(model, documents, methods=["yarn"], lengths=[64, 128], bos=False)
-
-    expected = measured(build("llama"))
-    model = offloaded(build("llama"), "disk", tmp_path)
-    with counted(model) as read:
-        TokenScorer(model, chunk=CHUNK)
-    of_check = sum(read)
-    with counted(model) as read:
-        assert measured(model) == expected
-    size = sum(parameter.numel() * 4 for parameter in model.parameters())
-    assert sum(read) - of_check < 2.02 * size  # unpatched and patched
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_the_check_reads_offloaded_weights_twice(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    plain = TokenScorer(build(family).to(dtype), chunk=CHUNK).reader
-    model = build(family).to(dtype)
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    head = model.get_output_embeddings().weight.nbytes  # once more if it is tied to the embeddings
-    model = offloaded(model, "disk", tmp_path)
-    with counted(model) as read:
-        scorer = TokenScorer(model, chunk=CHUNK)
-    assert 2 * size <= sum(read) <= 2.02 * size + 2 * head
-    assert scorer.by_layer
-    assert (scorer.reader.finish, scorer.reader.windows) == (plain.finish, plain.windows)
-
-
-@pytest.mark.parametrize("of_type", NOT_BY_LAYER)
-def test_an_offloaded_decoder_that_hands_on_more(of_type: str, tmp_path: Path) -> None:
-    expected = TokenScorer(tiny(of_type), chunk=CHUNK).losses(tokens(90), 5)
-    scorer = TokenScorer(offloaded(tiny(of_type), "disk", tmp_path), chunk=CHUNK)
-    assert scorer.reading == "in chunks of 37 tokens"
-    assert torch.equal(scorer.losses(tokens(90), 5), expected)
-
-
-def test_weights_are_freed_after_an_error(tmp_path: Path) -> None:
-    model = offloaded(build("llama"), "disk", tmp_path)
-    scorer, expected = TokenScorer(model, chunk=CHUNK), TokenScorer(build("llama"), chunk=CHUNK).losses(tokens(90), 5)
-
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("a layer failed")
-
-    with model.model.layers[1].register_forward_hook(fail), pytest.raises(RuntimeError, match="a layer failed"):
-        scorer.losses(tokens(90), 5)
-    assert all(parameter.device.type == "meta" for parameter in model.parameters())
-    assert torch.equal(scorer.losses(tokens(90), 5), expected)
-
-
 # --- models that are larger than their device -------------------------------------------------------------------------
 
 
@@ -372,9 +255,9 @@ def test_a_model_larger_than_memory_is_read_from_disk(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", num_hidden_layers=16, **sizes)
     size = (folder / "model.safetensors").stat().st_size
     expected, printed, peak = measured(folder, 0)
-    assert "layer at a time" not in printed
+    assert "layer by layer: the next" not in printed
     found, printed, peak_of_layers = measured(folder, size // 4)
-    assert "of weights in main memory or on disk, read a layer at a time" in printed
+    assert "of weights in main memory or on disk, read layer by layer: the next one while one computes" in printed
     assert found == pytest.approx(expected, abs=1e-5)  # the chunks are smaller
     assert peak - peak_of_layers > size * 6 // 10
 

@@ -21,6 +21,7 @@ import math
 import os
 import shutil
 import subprocess
+import threading
 import traceback
 import warnings
 import weakref
@@ -98,7 +99,9 @@ class CudaTensor(Tensor):
     held: Tensor
 
     @staticmethod
-    def __new__(cls, held: Tensor, device: torch.device, requires_grad: bool = False) -> CudaTensor:
+    def __new__(cls, held: Tensor, device: torch.device | None = None, requires_grad: bool = False) -> Any:
+        if device is None:  # accelerate makes parameters by the class of the one that they replace
+            return nn.Parameter(held, requires_grad)
         made: CudaTensor = Tensor._make_wrapper_subclass(
             cls,
             held.shape,
@@ -274,7 +277,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
             "Stream": _Stream,
             "default_stream": _Stream,
             "current_stream": _Stream,
-            "stream": lambda _: nullcontext(),
+            "stream": lambda _: self._in_this_thread(),
         }
         for name, answer in answers.items():
             _replace(undo, torch.cuda, name, answer)
@@ -290,6 +293,15 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         undo.callback(torch._C._set_only_lift_cpu_tensors, False)
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         undo.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)
+
+    @contextmanager
+    def _in_this_thread(self) -> Iterator[None]:
+        """Run operators of this thread on the device; torch keeps modes by thread, and all streams are one here."""
+        if threading.current_thread() is threading.main_thread():
+            yield
+        else:
+            with _FirstDevice(), _ToRunning():  # type: ignore[no-untyped-call, unused-ignore]
+                yield
 
     def _set_sync_debug_mode(self, mode: str) -> None:
         self.refuses_waits, self.warns_of_waits = mode == "error", mode == "warn"
@@ -392,6 +404,8 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
             return target
         (source,) = args
         place = source.device if asked is None else asked
+        if place.type == "meta":
+            return func(_held(source), **kwargs)
         self._note_copy(name, source, place, not kwargs.get("non_blocking", False))
         copy = func(_held(source), **({**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs))
         if copy.untyped_storage()._cdata == _held(source).untyped_storage()._cdata:
@@ -627,7 +641,18 @@ class _Stream:
 
     def wait_stream(self, other: Any) -> None: ...
 
+    def record_event(self) -> _Stream:
+        return self
+
     def synchronize(self) -> None: ...
+
+
+class _ToRunning(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """The simulated device in a thread that has not entered it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert SimulatedCuda.running is not None
+        return SimulatedCuda.running.run(func, args, kwargs or {})
 
 
 def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:

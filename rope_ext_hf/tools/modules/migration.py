@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.files import package_table
+from rope_ext_hf.patches.model_classes import vocabulary_size
 from rope_ext_hf.patches.temporary import evaluating
 
 if TYPE_CHECKING:
@@ -152,11 +153,11 @@ def _load(migrated: nn.Module, weights: dict[str, Tensor]) -> None:
         raise UnsupportedModelError(f"these weights exist only in this model, or only in RoFormer: {names}")
 
 
-def _check_without_positions(model: nn.Module, positions: nn.Embedding, migrated: nn.Module) -> None:
+def _check_without_positions(model: nn.Module, positions: nn.Embedding, migrated: PreTrainedModel) -> None:
     """Raise UnsupportedModelError if the models differ in their outputs even with positions switched off in both."""
     tokens = min(8, positions.num_embeddings // 2)
     like = next(migrated.parameters())
-    ids = torch.arange(5, 5 + tokens, device=like.device)[None] % migrated.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    ids = torch.arange(5, 5 + tokens, device=like.device)[None] % vocabulary_size(migrated)
     table = next(module for name, module in migrated.named_modules() if name.endswith("embed_positions"))
     hooks = [
         positions.register_forward_hook(lambda _, args, rows: torch.zeros_like(rows)),

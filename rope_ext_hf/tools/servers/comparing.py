@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import ServingError
+from rope_ext_hf.patches.model_classes import vocabulary_size
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.tools.servers.answers import Collected, Prompt
@@ -117,7 +118,7 @@ class _Answers:
     """A server's log-probabilities, grouped by the length of their prompts, and the model that computes them here."""
 
     def __init__(self, prompts: Sequence[Prompt], model: Any) -> None:
-        size = model.get_input_embeddings().weight.shape[0]
+        size = vocabulary_size(model)
         for prompt in prompts:
             for token in (*prompt.ids, *(answer.token for answer in prompt.answers)):
                 if not 0 <= token < size:

@@ -30,6 +30,7 @@ from torch import Tensor
 from rope_ext_hf.errors import MethodError, ServingError, one_line
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.patches.model_classes import vocabulary_size
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.memory import GPU_WORKING_BYTES
@@ -302,7 +303,7 @@ class EngineScorer:
     @property
     def logit_rows(self) -> int:
         """The number of tokens, a power of two, whose logits fit into the memory for logits."""
-        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        vocabulary = vocabulary_size(self.model)
         return 1 << max(0, (self.head_bytes // (_LOGIT_BYTES * vocabulary)).bit_length() - 1)
 
     @property
