@@ -29,7 +29,11 @@ SENTENCE = re.compile(
 
 EVERY_LENGTH = [
     *[(name, {}) for name in list_methods()],
-    *[(name, {"beyond_only": True}) for name, cls in list_methods().items() if issubclass(cls, RemappingMethod)],
+    *[
+        (name, {"beyond_only": True})
+        for name, cls in list_methods().items()
+        if issubclass(cls, RemappingMethod) and not cls.scales_queries_only
+    ],
     ("dynamic-ntk", {"growth": "hf", "factor": 4}),
     ("dynamic-ntk", {"growth": "even"}),
     ("dynamic-ntk", {"growth": "pow2"}),
@@ -69,7 +73,7 @@ def test_what_is_said_of_short_inputs_holds(name: str, parameters: dict[str, Any
 def test_only_methods_that_take_the_path_of_the_loaded_model_are_said_to_change_no_bit() -> None:
     rotary = patch_geometry(build("llama"))
     exact = {name for name, cls in list_methods().items() if example_method(cls, rotary).keeps_bits}
-    assert exact == {"dynamic-self-extend", "jet-long"}
+    assert exact == {"dynamic-self-extend", "jet-long", "temperature"}
 
 
 def test_the_page_states_the_rounding_that_is_held_here() -> None:
