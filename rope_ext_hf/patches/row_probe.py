@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.errors import UnsupportedModelError, one_line
+from rope_ext_hf.errors import CheckpointError, UnsupportedModelError, one_line
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.patch_records import before_patches
 from rope_ext_hf.patches.saved_names import saved_rows
 from rope_ext_hf.patches.score_products import Product, watched
 from rope_ext_hf.patches.slot_finding import find_slots
@@ -139,7 +140,8 @@ def probe_rows(config: Any, model_class: type[Any] | None = None) -> ClassRows:
         UnsupportedModelError: the small model cannot be built or run, or what it computes is not understood.
     """
     try:
-        return _probe_rows(type(config), config.to_json_string(use_diff=False), model_class)  # type: ignore[arg-type]
+        plain = before_patches(config)
+        return _probe_rows(type(plain), plain.to_json_string(use_diff=False), model_class)  # type: ignore[arg-type]
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"which rows of the weights of {config.model_type!r} rotate could not be found out: {error}. Without that, "
@@ -158,8 +160,9 @@ def run_pairing(config: Any, model_class: type[Any] | None = None) -> str | None
     if known.pairing is not None or known.remote_attention is not None:
         return class_pairing(config)
     try:
-        return _pairing(type(text), text.to_json_string(use_diff=False), model_class)
-    except UnsupportedModelError:
+        plain = before_patches(text)
+        return _pairing(type(plain), plain.to_json_string(use_diff=False), model_class)  # type: ignore[arg-type]
+    except (CheckpointError, UnsupportedModelError):
         return None
 
 

@@ -213,7 +213,7 @@ def _lists_by_layer(values: _Values) -> dict[str, list[Any]]:
 
 
 def _are_numbers_of_layers(items: list[Any]) -> bool:
-    """Return whether a list only counts the layers, as Mistral Large 4's of the layer whose keys each layer uses may."""
+    """Return whether a list only counts the layers; in Mistral Large 4, the layers whose keys each layer uses."""
     return items == list(range(len(items)))
 
 

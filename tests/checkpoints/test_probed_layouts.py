@@ -24,7 +24,7 @@ from rope_ext_hf.patches.model_classes import empty_model
 from rope_ext_hf.patches.row_probe import _Recording, probe_rows, run_pairing
 from tests.support.checkpoint_folders import OTHER
 from tests.support.every_model import tiny
-from tests.support.models import ROTATING, small_config
+from tests.support.models import PAIRINGS, ROTATING, small_config
 
 # --- a class that no table knows ----------------------------------------------------------------------------------
 
@@ -239,8 +239,9 @@ def test_a_family_without_rows_in_the_table(name: str, tmp_path: Path) -> None:
 # --- the table and the probe ------------------------------------------------------------------------------------------
 
 NOT_PROBED = {"gptj": "computes angles in its attention", "codegen": "as gptj", "roformer": "a table of angles"}
-LISTED = [name for name in ROTATING if family(name).remote_attention is None and name not in NOT_PROBED]
-SAMPLE = {"llama", "falcon", "cohere", "deepseek_v32", "qwen3_next", "olmo2"}
+LISTED = [name for name in ROTATING if family(name).rotated and name not in NOT_PROBED]
+UNLISTED = [name for name in ROTATING if not family(name).rotated]
+SAMPLE = {"llama", "falcon", "cohere", "qwen3_next", "olmo3", "deepseek_v32", "glm", "longcat_flash"}
 
 
 def order(layout: RowLayout) -> list[int]:
@@ -267,6 +268,13 @@ def test_the_table_and_the_probe_agree(name: str) -> None:
             assert sides[0] == sides[1], module
         held = {module for module in expected if any(f".{module}." in f".{tensor}" for tensor in layer.names)}
         assert not found or held <= of_heads.keys(), f"the probe misses {held - of_heads.keys()}"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SAMPLE else [pytest.mark.slow]) for n in UNLISTED])
+def test_the_probe_finds_the_pairing_with_all_heads_and_with_few(name: str) -> None:
+    """That the rows are the right ones is shown by logits, in test_conversion_families.py."""
+    config = small_config(name)
+    assert [probe_rows(config).pairing, run_pairing(config)] == [PAIRINGS[name]] * 2
 
 
 # --- a permutation of transformers' own ----------------------------------------------------------------------------
