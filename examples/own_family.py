@@ -1,4 +1,4 @@
-"""Use a model family that the package does not know: it is patched and converted without a word about it.
+"""Use a model family that the package does not know: it is patched and converted without a table of its own.
 
 python examples/own_family.py
 """

@@ -458,7 +458,7 @@ class _Target:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the weight makes its rows from something else; a norm only multiplies the dims that it is given."""
+        """True if the weight makes its rows from something else; a norm only multiplies the dims that it is given."""
         return self.is_output or self.tensors[0].ndim > 1
 
     def by_row(self, gradients: Iterable[Tensor | None]) -> Tensor | None:
