@@ -528,7 +528,7 @@ CHANGES = (
         guidance,
         [("a factor above the length that is needed can be given", "the frequencies must stay in whole octaves")],
     ),
-    Change("an ordinary model family", f"{PATCHES}/families.toml", family, at_end(FAMILY)),
+    Change("a model family that the probe does not understand", f"{PATCHES}/families.toml", family, at_end(FAMILY)),
     Change("a published recipe for a longer context", f"{PATCHES}/recipes.toml", recipe, at_end(RECIPE)),
     Change("what a paper reports of methods", f"{TOOLS}/advice/reported.toml", reported, at_end(REPORTED)),
     Change(

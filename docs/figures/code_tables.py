@@ -281,14 +281,10 @@ def methods_cost() -> str:
 
 
 def _families() -> dict[str, str]:
-    """The pairing of every family that can be converted and has a class in transformers."""
-    from rope_ext_hf.patches.families import families as table
+    """The pairing of every family whose conversion is tested and that has a class in transformers."""
+    from tests.support.models import PAIRINGS
 
-    return {
-        name: entry.pairing
-        for name, entry in sorted(table().items())
-        if entry.pairing and entry.rotated and not entry.remote_attention
-    }
+    return dict(sorted(PAIRINGS.items()))
 
 
 @figure

@@ -1,4 +1,4 @@
-"""The rows of a checkpoint's tensors that rotate, by a probe of its class, or by the family table.
+"""The rows of a checkpoint's tensors that rotate, by the family table, or by a probe of its class.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4)

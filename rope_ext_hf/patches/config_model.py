@@ -23,7 +23,6 @@ from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.geometry import (
     BaseRope,
     base_rope_of_config,
-    before_patches,
     bind_to,
     rope_of_config,
     rope_of_layers,
@@ -31,7 +30,7 @@ from rope_ext_hf.patches.geometry import (
 )
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
 from rope_ext_hf.patches.model_classes import empty_model
-from rope_ext_hf.patches.patch_records import PatchSpec, recorded_specs, saved_specs
+from rope_ext_hf.patches.patch_records import PatchSpec, before_patches, recorded_specs, saved_specs
 from rope_ext_hf.patches.patched_config import config_encoding, softmax_scale, write_settings
 from rope_ext_hf.patches.planning import plan_patch
 from rope_ext_hf.patches.recipes import Recipe, find_recipe, recipe_note, recipe_warning

@@ -13,8 +13,8 @@ from rope_ext_hf.methods.base import TWO_PI, UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, modules_with_adapters
 from rope_ext_hf.patches.config import read_rope
-from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, check_pairing
-from rope_ext_hf.patches.patch_records import recorded_specs
+from rope_ext_hf.patches.geometry import base_rope_of_config, check_pairing
+from rope_ext_hf.patches.patch_records import before_patches, recorded_specs
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.recipes import recipe_note

@@ -124,8 +124,7 @@ class LayerConfig:
     """A text config with the values that apply to one layer.
 
     An attribute is the value for the layer where layers differ: by `per_layer_config`, by a list with an entry for each
-    layer, or by settings for each layer type in `rope_parameters`. `layer_types` is a dict {layer type: True}, so that
-    a condition of the family table can name a layer type.
+    layer, or by settings for each layer type in `rope_parameters`.
     """
 
     def __init__(self, text: Any, layer: int) -> None:
@@ -138,8 +137,6 @@ class LayerConfig:
     def __getattr__(self, key: str) -> Any:
         if key == "per_layer_attributes":
             return ()
-        if key == "layer_types":
-            return {self._type: True}
         if key in (getattr(self._text, "per_layer_attributes", None) or ()):
             return getattr(self._text.per_layer_config[self._layer], key)
         value = getattr(self._text, key)

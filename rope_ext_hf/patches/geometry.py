@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import stated_rotary
 from rope_ext_hf.patches.layer_types import AttentionLayers, LayerType
 from rope_ext_hf.patches.model_classes import class_of_part
-from rope_ext_hf.patches.patch_records import PATCH_KEY, PatchSpec, original_settings, recorded_specs, written_keys
+from rope_ext_hf.patches.patch_records import PATCH_KEY, PatchSpec, before_patches, recorded_specs
 from rope_ext_hf.patches.recipes import published_length
 from rope_ext_hf.patches.row_probe import run_pairing
 from rope_ext_hf.patches.slot_finding import find_slots
@@ -193,13 +192,6 @@ def rope_of_layers(config: Any, layer_type: LayerType) -> ConfigRope:
     return read_rope(config, rotated_dims(values, geometry, layer_type), layer_type)
 
 
-def before_patches(config: Any) -> Any:
-    """Return a copy of a text config without the patches that are recorded in it."""
-    before = copy.deepcopy(config)
-    undo_saved_patch(before)
-    return before
-
-
 def bind_to(method: RopeMethod, rotary: Rotary, config: Any, target_length: int | None) -> RopeMethod:
     """Return a method with every parameter that was not given filled in; frequency methods are already complete.
 
@@ -223,17 +215,6 @@ def stated_length(method: RopeMethod, rotary: Rotary, factor: float | None) -> i
     if factor is None or any(getattr(method, name, None) is not None for name in ("factor", "frequency")):
         return None
     return round(factor * rotary.context_length)
-
-
-def undo_saved_patch(config: Any) -> None:
-    """Turn the config of a model that was loaded from a patched folder back into what it was before that patch."""
-    before = original_settings(config.to_dict())
-    if before is not None:
-        # Keys that the patch added: a config object holds even those that its class does not define.
-        for key in written_keys(getattr(config, PATCH_KEY)) - before.keys():
-            vars(config).pop(key, None)
-        for key, value in before.items():
-            setattr(config, key, value)
 
 
 def check_pairing(model: nn.Module) -> None:

@@ -148,6 +148,24 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return restored
 
 
+def before_patches(config: Any) -> Any:
+    """Return a copy of a text config without the patches that are recorded in it."""
+    before = copy.deepcopy(config)
+    undo_saved_patch(before)
+    return before
+
+
+def undo_saved_patch(config: Any) -> None:
+    """Turn the config of a model that was loaded from a patched folder back into what it was before that patch."""
+    before = original_settings(config.to_dict())
+    if before is not None:
+        # Keys that the patch added: a config object holds even those that its class does not define.
+        for key in written_keys(getattr(config, PATCH_KEY)) - before.keys():
+            vars(config).pop(key, None)
+        for key, value in before.items():
+            setattr(config, key, value)
+
+
 def written_keys(record: Mapping[str, Any]) -> set[str]:
     """Return the top-level config keys that the patch with this record wrote, and that are removed with the patch."""
     return {PATCH_KEY, *SAVED_KEYS, *_former_keys_in(record)}

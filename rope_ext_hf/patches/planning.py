@@ -24,9 +24,9 @@ from rope_ext_hf.patches.angle_tables import check_method
 from rope_ext_hf.patches.attention_interface import Layer
 from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.families import family, rotates_back
-from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
+from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length
 from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.patch_records import PatchSpec
+from rope_ext_hf.patches.patch_records import PatchSpec, undo_saved_patch
 from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
 from rope_ext_hf.patches.patched_config import ConfigEncoding, config_encoding, softmax_scale, write_rope
 from rope_ext_hf.patches.recipes import recipe_warning

@@ -19,19 +19,20 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate, islice
+from itertools import accumulate, groupby, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.errors import UnsupportedModelError, one_line
+from rope_ext_hf.errors import CheckpointError, UnsupportedModelError, one_line
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.patch_records import before_patches
 from rope_ext_hf.patches.saved_names import saved_rows
 from rope_ext_hf.patches.score_products import Product, watched
 from rope_ext_hf.patches.slot_finding import find_slots
@@ -45,9 +46,12 @@ _TOKENS = (11, 139)
 that no size of a model is equal to one, and tell keys from dims."""
 _CODES, _CODES_AT_ONCE = 64, 16
 """The number of signs in the code of a dim, and of codes that are followed at once, which takes memory."""
-_LIKE = 0.55
-"""The correlation with the code of a dim from which on a row becomes that dim. Other rows stay below 0.45."""
+_LIKE = (0.95, 0.75, 0.55)
+"""The correlations with the code of a dim from which on a row becomes that dim, tried in this order.
 
+In models with few rows, norms lower those of queries and keys to 0.8, and rows that are mixed afterwards, as compressed
+keys are, may reach 0.9 by chance.
+"""
 
 _ROUNDING = 1e-8
 """The part of the square of a dim that rounding may leave over."""
@@ -136,7 +140,8 @@ def probe_rows(config: Any, model_class: type[Any] | None = None) -> ClassRows:
         UnsupportedModelError: the small model cannot be built or run, or what it computes is not understood.
     """
     try:
-        return _probe_rows(type(config), config.to_json_string(use_diff=False), model_class)  # type: ignore[arg-type]
+        plain = before_patches(config)
+        return _probe_rows(type(plain), plain.to_json_string(use_diff=False), model_class)  # type: ignore[arg-type]
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"which rows of the weights of {config.model_type!r} rotate could not be found out: {error}. Without that, "
@@ -147,24 +152,30 @@ def probe_rows(config: Any, model_class: type[Any] | None = None) -> ClassRows:
 def run_pairing(config: Any, model_class: type[Any] | None = None) -> str | None:
     """Return which dims a class rotates together, by the family table, else by a probe: "half" or "interleaved".
 
-    None: the table does not list the family, and the probe does not understand the class. The arguments are those of
-    `probe_rows`; the config may hold a text config.
+    None: the table does not state it, and the probe does not understand the class. The arguments are those of
+    `probe_rows`; the config may hold a text config. The model that is probed has few heads, and is fast.
     """
     text = config.get_text_config()
     known = family(text.model_type)
     if known.pairing is not None or known.remote_attention is not None:
         return class_pairing(config)
     try:
-        return probe_rows(text, model_class).pairing
-    except UnsupportedModelError:
+        plain = before_patches(text)
+        return _pairing(type(plain), plain.to_json_string(use_diff=False), model_class)  # type: ignore[arg-type]
+    except (CheckpointError, UnsupportedModelError):
         return None
+
+
+@lru_cache(maxsize=64)
+def _pairing(config_class: type[Any], config: str, model_class: type[Any] | None) -> str:
+    return _rows_of_small(config_class, config, model_class, all_heads=False).pairing
 
 
 @lru_cache(maxsize=64)
 def _probe_rows(config_class: type[Any], config: str, model_class: type[Any] | None) -> ClassRows:
     kinds = kinds_of_layers(usual_values(config_class, config))
     first = sorted(set(kinds))
-    rows = _rows_of_small(config_class, config, model_class, all_layers=False)
+    rows = _rows_of_small(config_class, config, model_class)
     if len(rows.layers) == len(kinds):
         return rows
     if len(rows.layers) == len(first):
@@ -193,10 +204,18 @@ def _rotating_layers(config_class: type[Any], config: str, model_class: type[Any
 
 
 def _rows_of_small(
-    config_class: type[Any], config: str, model_class: type[Any] | None, *, all_layers: bool
+    config_class: type[Any],
+    config: str,
+    model_class: type[Any] | None,
+    *,
+    all_heads: bool = True,
+    all_layers: bool = False,
 ) -> ClassRows:
-    """Return the rows that rotate in a small model; `all_layers`: it has all layers, else one of each kind."""
-    model = small_model(config_class, config, model_class, heads=True, layers=all_layers)
+    """Return the rows that rotate in a small model.
+
+    `all_heads`, `all_layers`: it has as many as the config states; else few heads, and one layer of each kind.
+    """
+    model = small_model(config_class, config, model_class, heads=all_heads, layers=all_layers)
     if model is None:
         raise _NotUnderstoodError("no small model of its class can be built and run")
     with warnings.catch_warnings(action="ignore"):
@@ -354,7 +373,7 @@ class _Probe:
                 sums.append(sum(_shares(vectors(products[product])) for product in score.products))  # type: ignore[arg-type]
                 dims += [_Dim(number, side, dim) for dim in range(score.dims)]
         total = torch.cat(sums)
-        codes = 2.0 * torch.randint(0, 2, (_CODES, len(dims)), generator=torch.Generator().manual_seed(0)) - 1
+        codes = torch.cat([_balanced_codes(len(sums[place]), seed=place) for place in range(len(sums))], 1)
         tensors = [tensor for target in targets for tensor in target.tensors]
         responses: list[list[Tensor | None]] = [[] for _ in targets]
         for some in torch.split(codes, _CODES_AT_ONCE):
@@ -391,7 +410,8 @@ class _Probe:
         for target, dims in gradients.rows(layer, scores):
             heads, pairing = _heads(target.name, dims, scores, gradients.attended)
             rotated[target.name.removeprefix(f"{layer}.")] = ModuleRows(heads, pairing)
-            covered |= {dim for dim in dims if dim is not None}
+            if target.is_matrix:
+                covered |= {dim for dim in dims if dim is not None}
             if pairing is not None:
                 pairings[any(head.side in ("q", "k") for head in heads)].add(pairing)
         for number, score in scores.items():
@@ -435,6 +455,11 @@ class _Target:
     name: str
     tensors: tuple[Tensor, ...]
     is_output: bool
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if the weight makes its rows from something else; a norm only multiplies the dims that it is given."""
+        return self.is_output or self.tensors[0].ndim > 1
 
     def by_row(self, gradients: Iterable[Tensor | None]) -> Tensor | None:
         """Return the derivatives with respect to a factor of each row, (n, rows), from n gradients of each tensor.
@@ -483,15 +508,11 @@ class _Gradients:
             size = response.norm(dim=0)
             likeness = (response / size.clamp(min=1e-30)).T @ codes  # (rows, dims)
             best, place = (likeness if target.is_output else likeness.abs()).max(1)
-            direct = (best > _LIKE) & (size > 1e-4 * size.max())
-            becomes = [
-                dims[index] if sure else None for index, sure in zip(place.tolist(), direct.tolist(), strict=True)
-            ]
-            of_dim = Counter(becomes)
-            heads = _heads_by_side(of_dim, rotating)
-            if heads is None:
+            best[size <= 1e-4 * size.max()] = 0
+            nearest = [dims[index] for index in place.tolist()]
+            becomes = _rows_of_whole_heads(nearest, best.tolist(), dims, rotating)
+            if becomes is None:
                 continue
-            becomes = [dim if dim and of_dim[dim] == heads[dim[:2]] else None for dim in becomes]
             turning = torch.tensor([dim in rotating for dim in becomes])
             if beside is not None and bool((beside[turning].abs() > 1e-6 * beside.abs().max()).any()):
                 raise _NotUnderstoodError(
@@ -501,18 +522,58 @@ class _Gradients:
             yield target, becomes
 
 
-def _heads_by_side(rows: Mapping[_Dim | None, int], rotating: set[_Dim]) -> dict[tuple[int, int], int] | None:
-    """Return how many heads of each product and side the rows of a weight become, given the number of rows of each dim.
+def _rows_of_whole_heads(
+    nearest: Sequence[_Dim], likeness: Sequence[float], dims: Sequence[_Dim], rotating: set[_Dim]
+) -> list[_Dim | None] | None:
+    """Return the dim that each row of a weight becomes (None: no dim); None if its rows make up no whole heads.
 
-    None: they become no whole heads. Rows of weights that all dims depend on may resemble single dims by chance.
+    Args:
+        nearest: for each row the dim that it resembles most.
+        likeness: how much, 0 to 1.
+        dims, rotating: all dims, and those that rotate.
+    """
+    most: dict[tuple[int, int], int] = {}
+    rows: Counter[_Dim] = Counter()
+    chosen: list[_Dim | None] = []
+    for least in _LIKE:
+        becomes = [dim if like > least else None for dim, like in zip(nearest, likeness, strict=True)]
+        of_dim = Counter(dim for dim in becomes if dim is not None)
+        heads = _heads_by_side(of_dim, rotating)
+        if sum(heads.values()) > sum(most.values()):
+            most, rows, chosen = heads, of_dim, becomes
+    whole: set[_Dim] = set()
+    for side, count in most.items():
+        # Of keys that several weights make, one may have rows of the rotated dims alone (latent attention).
+        of_side = [dim for dim in dims if dim[:2] == side]
+        has_all = all(rows[dim] == count for dim in of_side)
+        whole |= {dim for dim in of_side if count and (has_all or dim in rotating)}
+    return [dim if dim in whole else None for dim in chosen] if whole else None
+
+
+def _heads_by_side(rows: Counter[_Dim], rotating: set[_Dim]) -> dict[tuple[int, int], int]:
+    """Return how many heads of each score and side the rows of a weight become, given the number of rows of each dim.
+
+    It is empty if they become no whole heads. Rows of weights that all dims depend on may resemble single dims by
+    chance.
     """
     heads: dict[tuple[int, int], int] = {}
     for side in {dim[:2] for dim in rotating}:
-        counts = {rows.get(dim, 0) for dim in rotating if dim[:2] == side}
+        counts = {rows[dim] for dim in rotating if dim[:2] == side}
         if len(counts) > 1 and 0 not in counts:
-            return None
+            return {}
         heads[side] = min(counts)
-    return heads if any(heads.values()) else None
+    return heads
+
+
+def _balanced_codes(dims: int, seed: int) -> Tensor:
+    """Return random signs (codes, dims) with as many pluses as minuses in each row.
+
+    A norm lowers all dims alike when one row grows. The sum of such changes over a row of signs is 0, so that the norm
+    does not hide the dim that the row becomes, however large the row is.
+    """
+    draws = torch.Generator().manual_seed(seed)
+    order = torch.rand(_CODES, dims, generator=draws).argsort(1)
+    return torch.where(order % 2 == 0, 1.0, -1.0)
 
 
 def _joined(parts: list[Tensor | None]) -> Tensor | None:
@@ -738,7 +799,14 @@ def _heads(
             pairings |= fitting
     if len(pairings) > 1:
         raise _NotUnderstoodError(f"the heads of {name!r} are in several pairings")
-    return tuple(heads), next(iter(pairings), None)
+    return tuple(_unrotated_joined(heads)), next(iter(pairings), None)
+
+
+def _unrotated_joined(heads: Iterable[_Head]) -> Iterator[_Head]:
+    """Yield heads, with rows of no head that follow each other as one."""
+    for rotates, group in groupby(heads, lambda head: bool(head.rotary)):
+        some = list(group)
+        yield from some if rotates else [_Head(sum(head.size for head in some))]
 
 
 def _runs(dims: list[_Dim | None]) -> Iterator[list[_Dim | None]]:

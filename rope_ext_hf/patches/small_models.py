@@ -131,7 +131,7 @@ def _small(values: _Values) -> dict[str, Any]:
             small[key] = _INNER_WIDTH
         elif key in _TOKEN_IDS:
             small[key] = _TOKEN_IDS[key]
-        elif key.startswith("vocab_size") and value:  # of a second table of embeddings (Gemma 3n)
+        elif "vocab_size" in key and value:  # of a second table of embeddings (Gemma 3n), or of n-grams
             small[key] = _VOCABULARY
         elif key == "initializer_range":
             small[key] = _INITIALIZER_RANGE
@@ -178,7 +178,10 @@ def _fewer_layers(values: _Values) -> dict[str, Any]:
 def _one_layer_of_each_kind(values: _Values) -> dict[str, Any]:
     """Return the config values that keep the first layer of each kind, in their order."""
     kept = sorted(set(kinds_of_layers(values)))
-    chosen: dict[str, Any] = {key: [items[layer] for layer in kept] for key, items in _lists_by_layer(values).items()}
+    chosen: dict[str, Any] = {
+        key: items[: len(kept)] if _are_numbers_of_layers(items) else [items[layer] for layer in kept]
+        for key, items in _lists_by_layer(values).items()
+    }
     chosen |= {key: len(kept) for key in LAYER_COUNTS if key in values}
     by_layer = values.get("per_layer_config")
     if isinstance(by_layer, Mapping):
@@ -193,7 +196,8 @@ def kinds_of_layers(values: _Values) -> tuple[int, ...]:
     Two layers are of the same kind if they have the same items in all lists of the config that have an item for each
     layer, and the same values of their own.
     """
-    lists, own = _lists_by_layer(values).values(), values.get("per_layer_config")
+    lists = [items for items in _lists_by_layer(values).values() if not _are_numbers_of_layers(items)]
+    own = values.get("per_layer_config")
     own = own if isinstance(own, Mapping) else {}
     first: dict[str, int] = {}
     return tuple(
@@ -206,6 +210,11 @@ def _lists_by_layer(values: _Values) -> dict[str, list[Any]]:
     """Return the values of a config that are lists with an item for each layer."""
     layers = _layers(values)
     return {key: value for key, value in values.items() if isinstance(value, list) and len(value) == layers}
+
+
+def _are_numbers_of_layers(items: list[Any]) -> bool:
+    """Return whether a list only counts the layers; in Mistral Large 4, the layers whose keys each layer uses."""
+    return items == list(range(len(items)))
 
 
 def _layers(values: _Values) -> int:

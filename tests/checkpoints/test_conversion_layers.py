@@ -15,11 +15,10 @@ import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.patches.families import families
-from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import checkpoint_geometry
 from tests.support.checkpoint_folders import OTHER, rotate_otherwise
 from tests.support.every_model import tiny
-from tests.support.models import logits, plant_pairs, tokens
+from tests.support.models import PAIRINGS, logits, plant_pairs, tokens
 
 BOTH = ["full_attention", "sliding_attention"]
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -81,8 +80,7 @@ def text_type(model: Any) -> str:
 def test_a_model_is_the_same_under_the_other_rotation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = made(name), tokens(24)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
-    expected, now = logits(model, ids), class_pairing(model.config)
-    assert now is not None
+    expected, now = logits(model, ids), PAIRINGS[text_type(model)]
     converted(model, OTHER[now])
     assert (logits(model, ids) - expected).abs().max() > 1e-2  # under the rotation of the class its logits are noise
     with monkeypatch.context() as other:
@@ -99,7 +97,7 @@ def test_a_folder_as_published_is_converted_like_the_model(name: str, tmp_path: 
     """transformers writes the names of published checkpoints, which are not always those of its classes."""
     model = made(name)
     model.save_pretrained(tmp_path / "source")
-    now = str(class_pairing(model.config))
+    now = PAIRINGS[text_type(model)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         report = rope.convert_checkpoint(tmp_path / "source", tmp_path / "converted", OTHER[now], verify=True)

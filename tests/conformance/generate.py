@@ -27,9 +27,10 @@ from rope_ext_hf.methods.dynamic import LongRoPE
 from rope_ext_hf.methods.static import Default, Llama3, Yarn
 from rope_ext_hf.patches.config import ConfigRope
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import class_pairing, head_dim
+from rope_ext_hf.patches.family_settings import head_dim
 from rope_ext_hf.patches.geometry import rope_of_layers
 from rope_ext_hf.patches.patched_config import softmax_scale
+from rope_ext_hf.patches.row_probe import run_pairing
 from rope_ext_hf.tools.servers.mistakes import different_frequencies
 from tests.support.tiers import needs_family
 
@@ -234,7 +235,7 @@ def configuration(entry: Json) -> Json:
     known = {key: rope_of_layers(config, key) for key in layer_types(config)}
     kept = {key: entry[key] for key in WRITTEN if key in entry}
     rows = [row(config, key, each, length) for key, each in known.items() for length in lengths(each)]
-    return {**kept, "pairing": class_pairing(config), "rows": rows}
+    return {**kept, "pairing": run_pairing(config), "rows": rows}
 
 
 def written(entry: Json) -> str:

@@ -30,7 +30,17 @@ from rope_ext_hf.patches.families import (
     tables,
 )
 from tests.support import every_model
-from tests.support.models import FAMILIES, ROTATING, TRAINED, WITH_A_CLASS, build, known_config, modeling, static_cases
+from tests.support.models import (
+    FAMILIES,
+    PAIRINGS,
+    ROTATING,
+    TRAINED,
+    WITH_A_CLASS,
+    build,
+    known_config,
+    modeling,
+    static_cases,
+)
 from tests.support.tiers import needs_family
 
 DIM = 8
@@ -227,7 +237,7 @@ def test_pairing_is_what_transformers_computes(model_type: str) -> None:
         "half": {(i, i + DIM // 2) for i in range(DIM // 2)},
         "interleaved": {(2 * i, 2 * i + 1) for i in range(DIM // 2)},
     }
-    assert pairs == expected[str(family(model_type).pairing)]
+    assert pairs == expected[PAIRINGS[model_type]]
 
 
 def tiny_on_meta(model_type: str) -> nn.Module:
@@ -250,7 +260,7 @@ def tiny_on_meta(model_type: str) -> nn.Module:
     return built
 
 
-@pytest.mark.parametrize("entry", WITH_A_CLASS)
+@pytest.mark.parametrize("entry", [name for name in WITH_A_CLASS if family(name).rotated])
 @pytest.mark.sampled(3)
 def test_the_table_names_what_the_class_holds(entry: str) -> None:
     """This takes a tenth of a second for each family; other tests need models that run."""
@@ -263,11 +273,10 @@ def test_the_table_names_what_the_class_holds(entry: str) -> None:
         if not linear and any(f"{name}.weight" in inside for name in known.rotated):
             held |= {name.removesuffix(".weight").removesuffix(".bias") for name in inside}
     where = f"[{entry}] in patches/families.toml"
-    if known.rotated:
-        assert held, (
-            f"{where}: no attention module of {type(model).__name__} holds any of {sorted(known.rotated)}; name under "
-            "`rotated` the modules that make queries and keys, or choose another `like`"
-        )
+    assert held, (
+        f"{where}: no attention module of {type(model).__name__} holds any of {sorted(known.rotated)}; name under "
+        "`rotated` the modules that make queries and keys, or choose another `like`"
+    )
     stated = {*known.rotated, *known.unrotated}
     missing = sorted(name for name in held if not any(f"{name}.".startswith(f"{part}.") for part in stated))
     assert not missing, (
@@ -285,6 +294,11 @@ def test_every_model_type_exists(model_type: str) -> None:
         f"[{model_type}] in patches/families.toml must be the model_type of a config of transformers; a family whose "
         "code comes with its checkpoints states `remote_attention`, and no other does"
     )
+
+
+def test_every_pairing_of_the_table_is_one_that_is_tested() -> None:
+    stated = {name: known.pairing for name, known in families().items() if known.pairing and not known.remote_attention}
+    assert stated == {name: PAIRINGS.get(name) for name in stated}
 
 
 def test_a_pairing_is_said_where_rows_rotate() -> None:
@@ -312,7 +326,7 @@ def test_the_accepted_rope_types_are_those_of_the_config(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_live_model_has_the_pairing_of_its_family(name: str) -> None:
     model = build(name)
-    assert rope.describe(model).pairing == family(model.config.model_type).pairing
+    assert rope.describe(model).pairing == PAIRINGS[model.config.get_text_config().model_type]
 
 
 def test_softmax_mscale_is_in_the_attention_of_the_families_that_say_so() -> None:

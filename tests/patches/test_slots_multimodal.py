@@ -17,13 +17,12 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError, MethodError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from tests.support.checkpoint_folders import OTHER, rotate_otherwise
 from tests.support.every_model import tiny
 from tests.support.model_checks import state
-from tests.support.models import tokens
+from tests.support.models import PAIRINGS, tokens
 
 IMAGE = 110
 TEXT: dict[str, Any] = {
@@ -330,8 +329,7 @@ CONVERTED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "mis
 def test_conversion_moves_the_rows_of_the_text_model_alone(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny(model_type), tokens(24)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    expected, now = logits(model, input_ids=ids), class_pairing(model.config)
-    assert now is not None
+    expected, now = logits(model, input_ids=ids), PAIRINGS[model.config.get_text_config().model_type]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         rope.convert(model, OTHER[now])

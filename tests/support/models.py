@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import tomllib
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -315,7 +317,7 @@ def dynamic_cases(name: str) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-# --- every family of families.toml that says what rotates ----------------------------------------------------------
+# --- every family that can be converted, by families.toml or by a probe -----------------------------------------------
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -409,13 +411,19 @@ _OF_ITS_OWN: dict[str, dict[str, Any]] = _SECOND_IS_FULL | {
 }
 
 
+PAIRINGS: dict[str, str] = {
+    name: pairing
+    for pairing, names in tomllib.loads(Path(__file__).with_name("pairings.toml").read_text(encoding="utf-8")).items()
+    for name in names
+}
+"""The pairing that the class of each family runs that can be converted, by the code of transformers."""
 WITH_A_CLASS = [
     name
-    for name, known in families().items()
-    if known.remote_attention is None and (name in transformers.CONFIG_MAPPING or not OLDER)
+    for name in dict.fromkeys([*families(), *PAIRINGS])
+    if family(name).remote_attention is None and (name in transformers.CONFIG_MAPPING or not OLDER)
 ]
 """Families that transformers has a class of; the others are in test_row_layouts_chatglm.py."""
-ROTATING = [name for name in WITH_A_CLASS if families()[name].rotated and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+ROTATING = [name for name in WITH_A_CLASS if name in PAIRINGS and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 """Those that can be converted and have a causal language model; patches/test_slots_multimodal.py has the others."""
 
 _OWN_CODE: dict[str, dict[str, Any]] = {  # the keys that decide, as they stand in the config.json of ChatGLM2-6B
