@@ -195,6 +195,8 @@ def unchanged_lengths() -> str:
     rotary = Rotary(dim=128, theta=10000.0, trained_length=4096)
     names: dict[str, list[str]] = {}
     for name, cls in list_methods().items():
-        if issubclass(cls, RemappingMethod) and (known := guidance_of(name)) and PYTHON in known.purposes:
+        if not (issubclass(cls, RemappingMethod) and cls.moves_keys):
+            continue
+        if (known := guidance_of(name)) and PYTHON in known.purposes:
             names.setdefault(unchanged_share(cls().bind(rotary, None), rotary), []).append(f"`{name}`")
     return " and ".join(f"{share} of the context length ({', '.join(listed)})" for share, listed in names.items())

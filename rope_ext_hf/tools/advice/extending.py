@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -74,7 +75,10 @@ class Extension:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The perplexities of the unpatched and the extended model on one text at one length."""
+    """The perplexities of the unpatched and the extended model on one text at one length.
+
+    In `LengthVerdict` they are those of one text in short and in long inputs, and without and with `temperature`.
+    """
 
     unpatched: float
     extended: float
@@ -95,7 +99,31 @@ def _perplexity(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class ExtensionVerdict:
+class _Verdict:
+    """Base of the verdicts on an extension that was measured."""
+
+    context_length: int  # in tokens
+    target_length: int  # in tokens
+
+    @property
+    @abstractmethod
+    def refusal(self) -> str:
+        """A clause with the reason why the measurement speaks against the extension; empty if it does not."""
+
+    @property
+    @abstractmethod
+    def sentences(self) -> list[str]:
+        """Sentences on what was measured, and on whether there are enough documents."""
+
+    def __str__(self) -> str:
+        return " ".join(self.sentences)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"refusal": self.refusal, "text": str(self)}
+
+
+@dataclass(frozen=True)
+class ExtensionVerdict(_Verdict):
     """The verdict on an extended model that was measured: the gain on long inputs, and the loss on short ones.
 
     Perplexities are those in the run's table. Tests are paired over documents, in nats per token.
@@ -110,8 +138,6 @@ class ExtensionVerdict:
     """
 
     method: str
-    context_length: int
-    target_length: int
     gain: Comparison
     short_inputs: Mapping[int, Comparison]
     balances: Mapping[int, Estimate | None]
@@ -154,15 +180,9 @@ class ExtensionVerdict:
             sentences.append(_too_few(change.items))
         return sentences
 
-    def __str__(self) -> str:
-        return " ".join(self.sentences)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"refusal": self.refusal, "text": str(self)}
-
 
 @dataclass(frozen=True)
-class LengthVerdict:
+class LengthVerdict(_Verdict):
     """The verdict on a longer length for a model whose full-attention layers do not rotate, which needs no patch.
 
     Attributes:
@@ -171,8 +191,6 @@ class LengthVerdict:
         temperature: the model as it is, and with the method `temperature`, at the target length.
     """
 
-    context_length: int
-    target_length: int
     longer: Comparison
     temperature: Comparison
 
@@ -202,12 +220,6 @@ class LengthVerdict:
         if change is not None and too_few:
             sentences.append(_too_few(change.items))
         return sentences
-
-    def __str__(self) -> str:
-        return " ".join(self.sentences)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"refusal": self.refusal, "text": str(self)}
 
 
 def _too_few(documents: int) -> str:
