@@ -14,6 +14,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, modules_with_adapters
 from rope_ext_hf.patches.config import read_rope
 from rope_ext_hf.patches.geometry import base_rope_of_config, check_pairing
+from rope_ext_hf.patches.model_classes import class_of_part
 from rope_ext_hf.patches.patch_records import before_patches, recorded_specs
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.planning import PatchPlan
@@ -183,6 +184,7 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         extended = specs[-1].target_length or method.extended_length(rotary) or extended
     note, _ = slot.sliding_note(extended)
     return _description(
+        model,
         slot,
         rotary,
         method,
@@ -222,6 +224,7 @@ def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState
     """Describe a model under a patch, live or planned; `method` has the present values of a trained parameter."""
     slot, rotary = first_scaled(slots), state.spec.rotary
     return _description(
+        model,
         slot,
         rotary,
         method,
@@ -290,8 +293,8 @@ def _measured_note(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
     return (f"Inputs within the context length {clause}.",) if clause else ()
 
 
-def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **attributes: Any) -> Description:
-    """Return a description with the attributes that follow from a slot and a method over its rotary embedding.
+def _description(model: nn.Module, slot: Slot, rotary: Rotary, method: RopeMethod, **attributes: Any) -> Description:
+    """Return a description with the attributes that follow from a slot of a model, and from a method over its RoPE.
 
     `attributes` are the others.
     """
@@ -301,7 +304,7 @@ def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **attributes: A
         method=method.name,
         params=_params(method),
         underneath=tuple(scalings_underneath(rotary)),
-        pairing=run_pairing(slot.config),
+        pairing=run_pairing(slot.config, class_of_part(model, slot.config)),
         trained_length=rotary.trained_length,
         wavelengths=tuple((TWO_PI / inv_freq).tolist()),
         attention_factor=attention_factor,

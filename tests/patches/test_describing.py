@@ -154,3 +154,9 @@ def test_a_ramp_over_fast_pairs_is_stated() -> None:
     assert "1 of 4 pairs" in text
     assert Yarn(factor=4.0, beta_fast=8.0).cautions(rotary) == ()
     assert Yarn(factor=4.0).cautions(Rotary(dim=128, theta=10000.0, trained_length=4096)) == ()
+
+
+@pytest.mark.parametrize("model_type", ["emu3", "mllama"])
+def test_the_pairing_of_a_model_whose_text_config_loads_no_class_is_described(model_type: str) -> None:
+    """The family table does not state it, and the class that is probed is that of the model."""
+    assert rope.describe(tiny(model_type)).pairing == "half"
