@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-Values = dict[Any, dict[str, Tensor]]
+_Values = dict[Any, dict[str, Tensor]]
 """The weights of modules by hook of accelerate, and by name in its module."""
 
 
@@ -68,7 +68,7 @@ class LayersInTurn:
         self._layers = layers
         self._thread = ThreadPoolExecutor(1, "next-layer")
         self._stopped = Event()
-        self._coming: Future[Values] | None = None
+        self._coming: Future[_Values] | None = None
 
     def __enter__(self) -> LayersInTurn:
         self._begin(0)
@@ -140,7 +140,7 @@ def _wanted(layer: nn.Module) -> list[_Wanted]:
     return wanted
 
 
-def _read(wanted: Sequence[_Wanted], previous: Sequence[Any], stopped: Event) -> Values:
+def _read(wanted: Sequence[_Wanted], previous: Sequence[Any], stopped: Event) -> _Values:
     """Return the values of weights, read in a thread.
 
     Args:
@@ -148,7 +148,7 @@ def _read(wanted: Sequence[_Wanted], previous: Sequence[Any], stopped: Event) ->
         previous: CUDA events to wait for.
         stopped: is set when nobody needs the rest.
     """
-    values: Values = {}
+    values: _Values = {}
     for event in previous:
         event.synchronize()
     with torch.no_grad():  # a setting of each thread
@@ -211,7 +211,7 @@ class _LoadingOnce:
             if self._called:
                 self._hook.post_forward(module, None)
 
-    def load(self, values: Values) -> None:
+    def load(self, values: _Values) -> None:
         """Load the weights before the first call. `values`: those that are read already, which are taken out."""
         self._called = True
         for hook in self._offloading:

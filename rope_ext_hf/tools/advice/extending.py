@@ -15,8 +15,6 @@ from rope_ext_hf.errors import MethodError, ServingError, short
 from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.method_choice import LayerChoice
-from rope_ext_hf.methods.static import Default
-from rope_ext_hf.methods.temperature import Temperature
 from rope_ext_hf.patches.folder_copies import unlike_copies
 from rope_ext_hf.patches.gguf_models import is_gguf, way_out
 from rope_ext_hf.questions import command_line
@@ -32,6 +30,8 @@ from rope_ext_hf.tools.engines.base import find_engine, list_engines
 from rope_ext_hf.tools.serving.configs import Model, needs_nothing, open_model
 from rope_ext_hf.tools.serving.questions import Extending
 
+_LENGTH_ALONE, _SHARPER = "default", "temperature"
+"""The methods for models whose full-attention layers do not rotate: what is written, and what is measured beside it."""
 _SHORT_INPUTS = 4  # the shortest inputs that are measured have a quarter of the context length
 _CHARACTERS = 6
 """Characters of a document of the default text for each token of the target length; tokens have fewer on average."""
@@ -322,9 +322,9 @@ def plan_extension(
 def _measured(patch: LayerChoice) -> LayerChoice:
     """Return the patch that is measured beside the model as it is: the planned one, unless that changes nothing.
 
-    Then it is `temperature`, the one method for models whose full-attention layers do not rotate.
+    Then it is `temperature`, the one method that changes the attention of such a model.
     """
-    return replace(patch, method=(Temperature.name,)) if patch.method == (Default.name,) else patch
+    return replace(patch, method=(_SHARPER,)) if patch.method == (_LENGTH_ALONE,) else patch
 
 
 def _published_reason(opened: Model, method: str, target_length: int) -> str:
@@ -414,7 +414,7 @@ def judge(extension: Extension, run: Run[Any]) -> ExtensionVerdict | LengthVerdi
     unpatched = method_key(run.settings["loaded"])
     loss = next(measure for measure in run.kind.measures(run) if measure.evidence is Evidence.LOSS)
     extended = next(key for key in loss.items if key != unpatched)
-    if extension.method == Default.name:
+    if extension.method == _LENGTH_ALONE:
         return _judge_length(extension, loss, unpatched, extended)
     short_lengths = [
         length for length in sorted(loss.lengths(unpatched), reverse=True) if length <= extension.context_length
