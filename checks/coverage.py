@@ -37,8 +37,7 @@ from rope_ext_hf.errors import RopeExtError, one_line
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.patches.config_model import ConfigModel
 from rope_ext_hf.patches.geometry import patch_geometry
-from rope_ext_hf.patches.model_classes import class_of_part
-from rope_ext_hf.patches.row_probe import run_pairing
+from rope_ext_hf.patches.row_probe import pairing_of
 from rope_ext_hf.reading.scorer import TokenScorer
 from tests.support.every_model import Entry, build, data, entries, holds_rope, inputs
 from tests.support.method_examples import example_method
@@ -248,8 +247,7 @@ def remapping(model: Any, entry: Entry) -> str:
 def conversion(model: Any, entry: Entry) -> str:
     """Converting changes the weights, and converting back is exact."""
     weights, _ = snapshot(model)
-    now = run_pairing(model.config, class_of_part(model, model.config.get_text_config()))
-    if now is None:
+    if (now := pairing_of(model)) is None:
         return f"refused: neither the family table nor a probe knows the rows of {type(model).__name__}"
     rope.convert(model, to=OTHER_PAIRING[now])
     require(any(not torch.equal(value, weights[name]) for name, value in model.state_dict().items()), "no row moved")

@@ -208,12 +208,7 @@ class _Attention:
 
     def _temperature(self, dtype: torch.dtype, m: Callable[[], Tensor], name: Hashable) -> Tensor | None:
         """Return the factor for queries at positions `m`, (rows or 1, 1, tokens, 1). None: they stay as they are."""
-        scales = self.positions.query_scales
-        entry = (self.rule, self.device, dtype, name)
-        if entry not in scales:
-            scale = self.rule.query_scale(m())
-            scales[entry] = None if scale is None else scale[:, None, :, None].to(dtype)
-        return scales[entry]
+        return self.positions.query_scale(self.rule, m, self.device, dtype, name)
 
     def _scaled(self, query: Tensor, m: Callable[[], Tensor], name: Hashable) -> Tensor:
         """Return queries at positions `m` multiplied by their temperature, the factor by position."""

@@ -135,6 +135,26 @@ class TokenPositions:
         real = self.key_positions if self.key_mask is None else self.key_positions.where(self.key_mask, -1)
         return tuple((real.amax(-1) + 1).tolist())
 
+    def query_scale(
+        self, rule: AttentionRule, m: Callable[[], Tensor], device: torch.device, dtype: torch.dtype, name: Hashable
+    ) -> Tensor | None:
+        """Return the factors of a rule for queries, computed by the first layer that asks and kept for the next ones.
+
+        Args:
+            rule: the rule.
+            m: a function that gives the positions of the queries, (rows or 1, tokens).
+            device, dtype: those of the queries.
+            name: says which queries of the forward they are.
+
+        Returns:
+            (rows or 1, 1, tokens, 1). None: the queries stay as they are.
+        """
+        entry = (rule, device, dtype, name)
+        if entry not in self.query_scales:
+            scale = rule.query_scale(m())
+            self.query_scales[entry] = None if scale is None else scale[:, None, :, None].to(dtype)
+        return self.query_scales[entry]
+
     def of_rows(self, rows: tuple[int, ...]) -> TokenPositions:
         """Return the positions of these rows alone, without the cached results that other layers have computed."""
         query_positions, key_positions = (pick_rows(x, rows) for x in (self.query_positions, self.key_positions))

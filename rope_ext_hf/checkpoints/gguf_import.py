@@ -21,8 +21,8 @@ from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.errors import CheckpointError, RopeExtError, entry, one_line, short, size_text
 from rope_ext_hf.files import file_stamps, foreign_errors
 from rope_ext_hf.hub import load_empty, load_model, load_tokenizer
-from rope_ext_hf.patches.model_classes import class_of_part, vocabulary_size
-from rope_ext_hf.patches.row_probe import run_pairing
+from rope_ext_hf.patches.model_classes import vocabulary_size
+from rope_ext_hf.patches.row_probe import pairing_of
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.rotary.pairing import other_pairing
 
@@ -56,7 +56,7 @@ class GGUFImport(Conversion):
         self.inputs = file_stamps([file])
         self.plan = {"to": to, "dequantize": dequantize}
         model = load_empty(file)
-        pairing = run_pairing(model.config, class_of_part(model, model.config.get_text_config()))
+        pairing = pairing_of(model)
         if pairing is not None and to != pairing:
             first = command_line("convert", file, "FOLDER", to=pairing, dequantize=dequantize)
             then = f", then `{command_line('convert', 'FOLDER', dst, to=to)}`" if to in ("meta", "interleaved") else ""

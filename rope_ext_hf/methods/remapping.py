@@ -73,7 +73,7 @@ class AttentionRule:
     local_zone_exact: ClassVar[bool] = True
     """Whether the nearest zone sees keys and queries at their own positions; False: where they are stored."""
     scales_queries_only: ClassVar[bool] = False
-    """Whether `query_scale` is all that the rule changes, so that the model's own attention function can run."""
+    """Whether the rule changes nothing but the size of queries. The model's own attention function then runs."""
 
     @property
     def by_length(self) -> bool:

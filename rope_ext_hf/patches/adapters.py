@@ -24,9 +24,8 @@ from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, fingerprint_record
-from rope_ext_hf.patches.model_classes import class_of_part
 from rope_ext_hf.patches.patch_records import PATCH_KEY, checked_specs
-from rope_ext_hf.patches.row_probe import run_pairing
+from rope_ext_hf.patches.row_probe import pairing_of
 from rope_ext_hf.patches.slots import patch_state
 from rope_ext_hf.questions import command_line
 
@@ -165,7 +164,7 @@ class Adapter:
         """
         pairing = getattr(base.config, PAIRING_KEY, None)
         if pairing is None and self.pairing is not None:
-            pairing = run_pairing(base.config, class_of_part(base, base.config.get_text_config()))
+            pairing = pairing_of(base)
         if pairing not in (None, self.pairing) and self.pairing is not None:
             raise CheckpointError(
                 f"the adapter {short(self.path)!r} is in the {self.pairing} pairing, its base model "

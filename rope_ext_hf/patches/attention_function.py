@@ -7,7 +7,7 @@ to where keys are stored, and the positions of the forward from its `ForwardCont
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -131,7 +131,9 @@ def _attend_as_loaded(
     layer: Layer = module.__dict__[LAYER_ATTRIBUTE]
     query, key, value = qkv
     if layer.rule.scales_queries_only:
-        query = _scaled(layer.rule, group.positions, query)
+        at = partial(group.positions.query_positions.to, query.device)
+        scale = group.positions.query_scale(layer.rule, at, query.device, query.dtype, "all")
+        query = query if scale is None else query * scale
     config, window, keys = layer.as_loaded, layer.rule.window_size, int(key.shape[2])
     # A bool mask says which keys are seen; eager attention adds its mask to the scores.
     if mask is not None and mask.dtype == torch.bool and config._attn_implementation == "eager":
@@ -145,16 +147,6 @@ def _attend_as_loaded(
     if window is not None:
         kwargs = {"sliding_window": window} | kwargs
     return run_as_loaded(module, config, query, key, value, mask, **kwargs)
-
-
-def _scaled(rule: AttentionRule, positions: TokenPositions, query: Tensor) -> Tensor:
-    """Return queries, (rows, heads, tokens, head_dim), multiplied by the factors of a rule at their positions."""
-    entry = (rule, query.device, query.dtype)
-    if entry not in positions.query_scales:
-        scale = rule.query_scale(positions.query_positions.to(query.device))
-        positions.query_scales[entry] = None if scale is None else scale[:, None, :, None].to(query.dtype)
-    scale = positions.query_scales[entry]
-    return query if scale is None else query * scale
 
 
 def _mask_as_loaded(

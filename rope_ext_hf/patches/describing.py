@@ -14,12 +14,11 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, modules_with_adapters
 from rope_ext_hf.patches.config import read_rope
 from rope_ext_hf.patches.geometry import base_rope_of_config, check_pairing
-from rope_ext_hf.patches.model_classes import class_of_part
 from rope_ext_hf.patches.patch_records import before_patches, recorded_specs
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.recipes import recipe_note
-from rope_ext_hf.patches.row_probe import run_pairing
+from rope_ext_hf.patches.row_probe import pairing_of
 from rope_ext_hf.patches.saving import engine_agreement
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, first_scaled, patched_slots
@@ -304,7 +303,7 @@ def _description(model: nn.Module, slot: Slot, rotary: Rotary, method: RopeMetho
         method=method.name,
         params=_params(method),
         underneath=tuple(scalings_underneath(rotary)),
-        pairing=run_pairing(slot.config, class_of_part(model, slot.config)),
+        pairing=pairing_of(model, slot.config),
         trained_length=rotary.trained_length,
         wavelengths=tuple((TWO_PI / inv_freq).tolist()),
         attention_factor=attention_factor,

@@ -20,8 +20,7 @@ from rope_ext_hf.files import json_digest
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import read_rope
-from rope_ext_hf.patches.model_classes import class_of_part
-from rope_ext_hf.patches.row_probe import run_pairing
+from rope_ext_hf.patches.row_probe import pairing_of
 from rope_ext_hf.patches.slot_finding import frequency_buffers, rotary_modules
 from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 
@@ -200,8 +199,7 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
     scales = [getattr(module, "scaling", None) for module in model.modules() if hasattr(module, "layer_idx")]
     softmax_scales = sorted({scale for scale in scales if isinstance(scale, float)})
     stated = getattr(root.get_text_config(), "max_position_embeddings", None)
-    pairing = run_pairing(root, class_of_part(model, root.get_text_config()))
-    return Fingerprint(pairing, lengths[0] or stated, tuple(softmax_scales), layers)
+    return Fingerprint(pairing_of(model), lengths[0] or stated, tuple(softmax_scales), layers)
 
 
 def fingerprint_record(model: nn.Module) -> dict[str, Any]:

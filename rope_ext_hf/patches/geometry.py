@@ -17,10 +17,9 @@ from rope_ext_hf.patches.config_keys import rotated_dims, text_settings
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import stated_rotary
 from rope_ext_hf.patches.layer_types import AttentionLayers, LayerType
-from rope_ext_hf.patches.model_classes import class_of_part
 from rope_ext_hf.patches.patch_records import PATCH_KEY, PatchSpec, before_patches, recorded_specs
 from rope_ext_hf.patches.recipes import published_length
-from rope_ext_hf.patches.row_probe import run_pairing
+from rope_ext_hf.patches.row_probe import pairing_of
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, present_specs
 from rope_ext_hf.questions import command_line
@@ -223,7 +222,7 @@ def check_pairing(model: nn.Module) -> None:
     stated = getattr(config, PAIRING_KEY, None)
     if stated is None:
         return
-    run = run_pairing(config, class_of_part(model, config.get_text_config()))
+    run = pairing_of(model)
     if run is None or run == stated:
         return
     folder = getattr(config, "_name_or_path", None) or "FOLDER"

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError, one_line
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.model_classes import class_of_part
 from rope_ext_hf.patches.patch_records import before_patches
 from rope_ext_hf.patches.saved_names import saved_rows
 from rope_ext_hf.patches.score_products import Product, watched
@@ -164,6 +165,19 @@ def run_pairing(config: Any, model_class: type[Any] | None = None) -> str | None
         return _pairing(type(plain), plain.to_json_string(use_diff=False), model_class)  # type: ignore[arg-type]
     except (CheckpointError, UnsupportedModelError):
         return None
+
+
+def pairing_of(model: Any, config: Any | None = None) -> str | None:
+    """Return which dims the class of a model rotates together, see `run_pairing`.
+
+    Some text configs load no class by themselves (Emu3); then the class that the model has for them is probed.
+
+    Args:
+        model: a model of transformers, or the base of one with adapters.
+        config: its text config, if that is another one than its config names.
+    """
+    text = model.config.get_text_config() if config is None else config
+    return run_pairing(text, class_of_part(model, text))
 
 
 @lru_cache(maxsize=64)

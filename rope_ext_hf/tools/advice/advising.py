@@ -273,9 +273,9 @@ class _Advisor:
                 "be built."
             )
         advice = []
+        unrotated = self.opened.layers.no_patch_needed is not None
         for name in guided_methods():
             guidance = guidance_of(name)
-            unrotated = self.opened.layers.no_patch_needed is not None
             if guidance is not None and guidance.unrotated == unrotated and name in list_methods():
                 advice.append(self._method(name, guidance))
         return advice

@@ -112,8 +112,22 @@ class _Verdict:
 
     @property
     @abstractmethod
+    def decisive(self) -> Comparison:
+        """The comparison that decides whether the model reads long inputs."""
+
+    @abstractmethod
+    def sentences_on_values(self, *, tested: bool) -> list[str]:
+        """Return sentences on what was measured; `tested`: there are enough documents to say what is significant."""
+
+    @property
     def sentences(self) -> list[str]:
         """Sentences on what was measured, and on whether there are enough documents."""
+        change = self.decisive.change
+        if change is None or change.items >= FEWEST:
+            return self.sentences_on_values(tested=True)
+        are = "document is" if change.items == 1 else "documents are"
+        too_few = f"{change.items} {are} too few to say whether these differences are by chance."
+        return [*self.sentences_on_values(tested=False), too_few]
 
     def __str__(self) -> str:
         return " ".join(self.sentences)
@@ -164,20 +178,18 @@ class ExtensionVerdict(_Verdict):
         return ""
 
     @property
-    def sentences(self) -> list[str]:
-        """Sentences on the gain of long inputs, the loss of short ones, and whether there are enough documents."""
-        change = self.gain.change
-        too_few = change is not None and change.items < FEWEST
-        gain = _clause(self.gain, better="perplexity {}", tested=not too_few)
+    def decisive(self) -> Comparison:
+        return self.gain
+
+    def sentences_on_values(self, *, tested: bool) -> list[str]:
+        gain = _clause(self.gain, better="perplexity {}", tested=tested)
         sentences = [f"At {self.target_length:,} tokens: {gain}."]
         for length, comparison in self.short_inputs.items():
             if _perplexity(comparison.unpatched) == _perplexity(comparison.extended):
                 clause = f"perplexity stays {_perplexity(comparison.extended)}"
             else:
-                clause = _clause(comparison, better="perplexity gets better ({})", tested=not too_few)
+                clause = _clause(comparison, better="perplexity gets better ({})", tested=tested)
             sentences.append(f"Short inputs ({length:,} tokens): {clause}.")
-        if change is not None and too_few:
-            sentences.append(_too_few(change.items))
         return sentences
 
 
@@ -207,24 +219,16 @@ class LengthVerdict(_Verdict):
         return ""
 
     @property
-    def sentences(self) -> list[str]:
-        """Sentences on what the longer input does to the model as it is, and on what `temperature` does to it."""
-        change = self.longer.change
-        too_few = change is not None and change.items < FEWEST
-        longer = _clause(self.longer, better="perplexity gets better ({})", tested=not too_few)
-        temperature = _clause(self.temperature, better="perplexity gets better ({})", tested=not too_few)
-        sentences = [
+    def decisive(self) -> Comparison:
+        return self.longer
+
+    def sentences_on_values(self, *, tested: bool) -> list[str]:
+        longer = _clause(self.longer, better="perplexity gets better ({})", tested=tested)
+        temperature = _clause(self.temperature, better="perplexity gets better ({})", tested=tested)
+        return [
             f"From {self.context_length:,} to {self.target_length:,} tokens before the same text: {longer}.",
             f"With the method temperature at {self.target_length:,} tokens: {temperature}.",
         ]
-        if change is not None and too_few:
-            sentences.append(_too_few(change.items))
-        return sentences
-
-
-def _too_few(documents: int) -> str:
-    are = "document is" if documents == 1 else "documents are"
-    return f"{documents} {are} too few to say whether these differences are by chance."
 
 
 def _clause(comparison: Comparison, *, better: str, tested: bool) -> str:

@@ -344,7 +344,7 @@ def without_rope(folder: Path) -> Path:
 def test_a_model_whose_full_attention_layers_do_not_rotate_gets_a_longer_length_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is measured is the model as it is at both lengths, and the method `temperature`."""
+    """The model is measured as it is, at both lengths, and under the method `temperature`."""
     monkeypatch.chdir(tmp_path)
     without_rope(tmp_path / "model")
     result = extend("model", "--target-length", "256", "--data", "stdlib", "--max-spans", "4", "--json")
