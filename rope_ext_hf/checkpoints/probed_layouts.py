@@ -8,7 +8,8 @@ from itertools import groupby
 from rope_ext_hf.checkpoints.head_blocks import HeadBlock, RowLayout
 from rope_ext_hf.checkpoints.tensor_names import TensorName
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.patches.row_probe import ClassRows, LayerRows, ModuleRows, common_path
+from rope_ext_hf.patches.row_heads import ClassRows, LayerRows, ModuleRows
+from rope_ext_hf.patches.row_probe import common_path
 
 
 class ProbedLayouts:

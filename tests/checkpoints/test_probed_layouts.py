@@ -21,7 +21,8 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.families import families, family
 from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.patches.model_classes import empty_model
-from rope_ext_hf.patches.row_probe import _Recording, probe_rows, run_pairing
+from rope_ext_hf.patches.row_gradients import Recording
+from rope_ext_hf.patches.row_probe import probe_rows, run_pairing
 from tests.support.checkpoint_folders import OTHER
 from tests.support.every_model import tiny
 from tests.support.models import PAIRINGS, ROTATING, small_config
@@ -164,9 +165,9 @@ def test_a_norm_over_all_heads_hides_no_row() -> None:
 
 def test_a_rotated_norm_whose_projection_is_not_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """To move the rows of the norm alone would be wrong."""
-    targets = _Recording.targets
+    targets = Recording.targets
     monkeypatch.setattr(
-        _Recording, "targets", lambda self: [each for each in targets(self) if not each.name.endswith("q_proj")]
+        Recording, "targets", lambda self: [each for each in targets(self) if not each.name.endswith("q_proj")]
     )
     config = small_config("olmo3")
     config.rms_norm_eps = 1e-3  # not the config of another test, whose result is kept
