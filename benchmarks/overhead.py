@@ -1,13 +1,15 @@
 """Overhead of a patch: prefill and decode of a patched model against the stock model, in interleaved pairs.
 
     python benchmarks/overhead.py [--methods yarn,jet-long] [--device cuda] [--out benchmarks/results.jsonl]
+    python benchmarks/overhead.py --model SmolLM2-135M-Instruct --layers 2 --tokens 16384 --dtype bfloat16
 
 The bundled model, and random weights: in float32 with 12 heads of queries and 4 of keys, on CUDA in bfloat16 with 32
-and 8. The patched model is a copy that shares its weights with the stock one, so that both read the same memory; which
-of a pair runs first alternates. A row is the median ratio patched / stock with its 95% bootstrap interval, and names
-the kernel of the stock model's attention. Methods that take a factor have the factor 8, the others are fitted to twice
-the tokens; these lie beyond the context lengths of both models (256 and 512). `memory` is the ratio of the most bytes
-that live during the forward, cache included and weights not. The last line is JSON.
+and 8. With --model, a pretrained model in their place; its first few layers are enough where all layers are alike. The
+patched model is a copy that shares its weights with the stock one, so that both read the same memory; which of a pair
+runs first alternates. A row is the median ratio patched / stock with its 95% bootstrap interval, and names the kernel
+of the stock model's attention. Methods that take a factor have the factor 8, the others are fitted to twice the tokens;
+these lie beyond the context lengths of the bundled model (256) and of the random weights (512). `memory` is the ratio
+of the most bytes that live during the forward, cache included and weights not. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,23 +138,41 @@ def patch_milliseconds() -> float:
     return round(1000 * statistics.median(seconds), 2)
 
 
+def usual_models(dtype: torch.dtype, layers: int, heads: tuple[int, int]) -> dict[str, tuple[Any, int]]:
+    """The two models that are measured by default, by name, each with its number of pairs of prefills."""
+    bundled = AutoModelForCausalLM.from_pretrained(path(), dtype=dtype).eval()
+    return {"bundled": (bundled, 40), "random": (random_model(layers, heads).to(dtype), 12)}
+
+
+def pretrained(name: str, layers: int | None, dtype: torch.dtype) -> dict[str, tuple[Any, int]]:
+    """A pretrained model by the name of its folder, cut to its first layers, with its number of pairs of prefills."""
+    cut = {"num_hidden_layers": layers} if layers else {}
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **cut).eval()
+    return {Path(name).name + (f", {layers} layers" if layers else ""): (model, 12)}
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--methods", default="yarn", help="names, separated by commas")
     parser.add_argument("--pairs", type=int, help="default: 12 prefills, of the bundled model 40, and 400 steps")
     parser.add_argument("--tokens", type=int, default=PREFILL)
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model of random weights")
+    parser.add_argument("--model", help="a folder or a Hub id, in place of the bundled model and random weights")
+    parser.add_argument("--layers", type=int, help="of the random weights (default: 12), or the first ones of --model")
     parser.add_argument("--heads", type=int, help="of its queries; default: 12, on CUDA 32")
     arguments = parser.parse_args()
     name = arguments.dtype or usual_dtype(arguments.device)
     dtype = getattr(torch, name)
     pairs, device, methods = arguments.pairs, arguments.device, arguments.methods.split(",")
     heads = heads_on(device, HEADS_AND_KV_HEADS, arguments.heads)
-    bundled = AutoModelForCausalLM.from_pretrained(path(), dtype=dtype).eval()
-    rows = measure("bundled", bundled, methods, arguments.tokens, (pairs or 40, pairs or 400), device)
-    random_weights = random_model(arguments.layers, heads).to(dtype)
-    rows += measure("random", random_weights, methods, arguments.tokens, (pairs or 12, pairs or 400), device)
+    models = (
+        pretrained(arguments.model, arguments.layers, dtype)
+        if arguments.model
+        else usual_models(dtype, arguments.layers or LAYERS, heads)
+    )
+    rows = []
+    for which, (model, prefills) in models.items():
+        rows += measure(which, model, methods, arguments.tokens, (pairs or prefills, pairs or 400), device)
     result = {
         "benchmark": "overhead",
         "dtype": name,
@@ -159,6 +180,11 @@ def main() -> None:
         "rows": rows,
         "patch_32_layers_ms": patch_milliseconds(),
     }
+    if arguments.model:
+        del result["heads"]
+        options = f"--layers {arguments.layers} " if arguments.layers else ""
+        options += f"--tokens {arguments.tokens} --dtype {name}"
+        result |= {"model": Path(arguments.model).name, "options": f" --model {Path(arguments.model).name} {options}"}
     record(result, arguments)
 
 

@@ -37,8 +37,13 @@ def flash_attention_by_counting() -> str:
 
 @figure
 def overhead() -> str:
-    """Time and memory of a forward by method."""
-    line = last_line("overhead")
+    """Time and memory of a forward by method: of the two models measured by default, and of each pretrained one."""
+    lines = {line.get("model"): line for line in lines_of("overhead")}
+    return "".join(map(overhead_table, lines.values()))
+
+
+def overhead_table(line: Row) -> str:
+    """One measurement of benchmarks/overhead.py: a column for each model and kind of forward."""
     measured = {(row["model"], row["what"], row["method"]): row for row in line["rows"]}
     forwards = dict.fromkeys((model, what) for model, what, _ in measured)
     methods = dict.fromkeys(method for *_, method in measured)
@@ -49,8 +54,8 @@ def overhead() -> str:
     for method in methods:
         cells = (measured.get((*forward, method)) for forward in forwards)
         rows.append([f"`{method}`", *(f"{ratio_with_interval(c)}, {c['memory']:.2f}" if c else "–" for c in cells)])
-    command = f"benchmarks/overhead.py --methods {','.join(methods)}"
-    return markdown_table(head, rows, stamp(line, command))
+    command = f"benchmarks/overhead.py{line.get('options', '')} --methods {','.join(methods)}"
+    return markdown_table(head, rows, f"In {line['dtype']}. {stamp(line, command)}")
 
 
 @figure

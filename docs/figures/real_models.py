@@ -16,12 +16,18 @@ def real_models() -> str:
 
 
 def entries() -> list[Row]:
-    """Return the measured models, the one with the most texts first."""
-    return sorted(read_result("real-models")["models"], key=lambda entry: -len(texts_of(entry)))
+    """Return the measured models, the one with the most texts first; of equally many, that with the most rows."""
+    return sorted(
+        read_result("real-models")["models"],
+        key=lambda entry: (len(texts_of(entry)), len(entry["texts"])),
+        reverse=True,
+    )
 
 
 def largest_entries() -> list[Row]:
-    """Return one entry for each model: that with the most texts, where it was measured on several devices."""
+    """Return one entry for each model: the first of `entries`, where it was measured on several devices or in several
+    dtypes.
+    """
     by_model: dict[str, Row] = {}
     for entry in entries():
         by_model.setdefault(entry["model"], entry)
@@ -33,26 +39,42 @@ def texts_of(entry: Row) -> list[str]:
     return sorted({row["text"] for row in entry["texts"]})
 
 
-def rows(entry: Row, method: str, multiple: int) -> list[Row]:
+def first_multiple(entry: Row) -> float:
+    """Return the smallest multiple of the context length that methods were set for."""
+    smallest: float = min(row["multiple"] for row in entry["texts"])
+    return smallest
+
+
+def rows(entry: Row, method: str, multiple: float) -> list[Row]:
     """Return the rows of a method that was set for a multiple of the context length, one for each text."""
     return [row for row in entry["texts"] if (row["method"], row["multiple"]) == (method, multiple)]
 
 
-def rise(entry: Row, method: str, multiple: int, length: int) -> Any:
+def short_losses(entry: Row) -> dict[tuple[str, int], float]:
+    """Return the losses of the model as loaded, by text and length, when it reads no more than its context length.
+
+    The targets are those of each length. Up to the context length the model reads all of the text before them.
+    """
+    short: dict[tuple[str, int], float] = {}
+    for row in entry["texts"]:
+        if row["method"] == "unpatched":
+            known = {str(entry["context_length"]): row["loss"][str(entry["context_length"])]} | row.get("recent", {})
+            short |= {(row["text"], int(length)): loss for length, loss in known.items()}
+    return short
+
+
+def rise(entry: Row, method: str, multiple: float, length: int) -> Any:
     """Return by how much the loss of a method is above that of the model as loaded on the same targets.
 
     The model as loaded reads no more than its context length. Texts are compared one by one. The result is an
     `Estimate`; None: the method was not measured.
     """
-    base = {row["text"]: row for row in rows(entry, "unpatched", 2)}
-    if length > 2 * entry["context_length"]:
-        base = {row["text"]: row for row in rows(entry, "unpatched", multiple)}
-    changes = []
-    for row in rows(entry, method, multiple):
-        reference = base.get(row["text"])
-        if reference is not None and str(length) in row["loss"]:
-            short = reference["loss"] if length == entry["context_length"] else reference["recent"]
-            changes.append(row["loss"][str(length)] - short[str(length)])
+    short = short_losses(entry)
+    changes = [
+        row["loss"][str(length)] - short[row["text"], length]
+        for row in rows(entry, method, multiple)
+        if str(length) in row["loss"] and (row["text"], length) in short
+    ]
     return estimate(changes, [1.0] * len(changes)) if changes else None
 
 
@@ -64,9 +86,9 @@ def measured_rows(entry: Row) -> list[list[Any]]:
     for method, multiple in dict.fromkeys((row["method"], row["multiple"]) for row in entry["texts"]):
         factor = multiple if method != "unpatched" and accepts_factor(method) else None
         for scale in (1, multiple):
-            if scale == 1 and factor is None and multiple > 2:
-                continue  # as under a multiple of 2
-            change = rise(entry, method, multiple, scale * entry["context_length"])
+            if scale == 1 and factor is None and multiple > first_multiple(entry):
+                continue  # as under the first multiple
+            change = rise(entry, method, multiple, int(scale * entry["context_length"]))
             if change is not None:
                 rises.append([method, factor, float(scale), *in_bits(change)])
     return rises
@@ -74,9 +96,9 @@ def measured_rows(entry: Row) -> list[list[Any]]:
 
 def section(entry: Row) -> str:
     """Return the table of one model: the rise of the loss of every method at every length."""
-    context_length = entry["context_length"]
-    columns = [(2, context_length), (2, context_length * 3 // 2), (2, 2 * context_length)]
-    further = [(4, context_length), (4, 4 * context_length)]
+    context_length, first = entry["context_length"], first_multiple(entry)
+    columns = [(first, int(scale * context_length)) for scale in (1, 1.5, 2) if scale <= first]
+    further = [(4.0, context_length), (4.0, 4 * context_length)]
     columns += [column for column in further if any(row["multiple"] == 4 for row in entry["texts"])]
     methods = dict.fromkeys(row["method"] for row in entry["texts"])
     texts = texts_of(entry)
@@ -88,13 +110,34 @@ def section(entry: Row) -> str:
         if count < len(texts):
             name += f" ({count} of {len(texts)} texts)"
         table.append([name, *cells])
-    heads = [f"{length:,} ({length / context_length:g}x), set for {multiple}x" for multiple, length in columns]
+    heads = [f"{length:,} ({length / context_length:g}x), set for {multiple:g}x" for multiple, length in columns]
     note = (
         f"{len(texts)} {'text' if len(texts) == 1 else 'texts'} ({', '.join(texts)}), {entry['targets']:,} tokens "
         f"of each scored at every length, {entry['dtype']}. " + stamp(entry, "make real-models")
     )
     size = f"{entry['parameters'] / 1e9:.3g} billion parameters, context length {context_length:,}"
-    return f"**{entry['model']}**, {size}:" + markdown_table(["method", *heads], table, note)
+    rises = f"**{entry['model']}**, {size}:" + markdown_table(["method", *heads], table, note)
+    return rises + (answers_table(entry) if entry["answers"] else "")
+
+
+def answers_table(entry: Row) -> str:
+    """Return the table of a model's answers to prompts that hide a passkey, by method and length of the prompt."""
+    cells = {(row["method"], row["length"]): row for row in entry["answers"]}
+    methods, lengths = (dict.fromkeys(names) for names in zip(*cells, strict=True))
+    table = []
+    for method in methods:
+        row = [f"`{method}`" if method != "unpatched" else method]
+        for length in lengths:
+            answer = cells.get((method, length))
+            loss = answer and estimate(answer["loss"], [1.0] * len(answer["loss"]))
+            row.append(f"{loss.text('{:.2f}'.format)}, {answer['exact']:.0%}" if answer and loss else "–")
+        table.append(row)
+    prompts, longest = len(entry["answers"][0]["loss"]), max(lengths) / entry["context_length"]
+    note = (
+        "Loss of the right answer in nats per token with its 95% interval over prompts, and the share of prompts in "
+        f"which the model gives it exactly; {prompts} prompts a cell, methods set for {longest:g}x."
+    )
+    return f"Its answers:{markdown_table(['method', *length_heads(lengths, entry['context_length'])], table, note)}"
 
 
 @figure
@@ -104,14 +147,12 @@ def chosen_real_models() -> str:
 
 
 def _ratio_table(entry: Row) -> str:
-    context_length, texts = entry["context_length"], texts_of(entry)
-    scales = [
-        scale for scale in (1.0, 1.5, 2.0) if any(str(int(scale * context_length)) in r["loss"] for r in entry["texts"])
-    ]
+    context_length, texts, multiple = entry["context_length"], texts_of(entry), first_multiple(entry)
+    scales = [scale for scale in (1.0, 1.5, 2.0) if scale <= multiple]
     table = []
     for method in dict.fromkeys(row["method"] for row in entry["texts"]):
-        changes = [rise(entry, method, 2, int(scale * context_length)) for scale in scales]
-        count = len(rows(entry, method, 2))
+        changes = [rise(entry, method, multiple, int(scale * context_length)) for scale in scales]
+        count = len(rows(entry, method, multiple))
         cells = [_ratio_cell(change) for change in changes]
         table.append([f"`{method}`" if method != "unpatched" else method, *cells, str(count)])
     heads = [f"{int(scale * context_length):,} tokens ({scale:g}x)" for scale in scales]
@@ -119,7 +160,7 @@ def _ratio_table(entry: Row) -> str:
         f"**{entry['model']}** ({entry['parameters'] / 1e6:,.0f} million parameters, context length "
         f"{context_length:,}) on {len(texts)} novels: perplexity divided by that of the unpatched model when it reads "
         f"no more than {context_length:,} tokens before the same text, with its 95% interval over novels where at "
-        f"least {FEWEST} were read. Static methods have the factor 2."
+        f"least {FEWEST} were read. Static methods have the factor {multiple:g}."
     )
     return f"\n\n{about}\n{markdown_table(['method', *heads, 'novels'], table)}\n\n"
 
