@@ -22,7 +22,8 @@ from rope_ext_hf.errors import CorpusError, FileError, MethodError, listed, prin
 from rope_ext_hf.eval.questions import Divergence
 from rope_ext_hf.eval.span_measurement import SpanMeasurement, scored_parts
 from rope_ext_hf.eval.span_runs import SpanRuns
-from rope_ext_hf.eval.stored_states import StoredStates, token_names
+from rope_ext_hf.eval.states_files import token_names
+from rope_ext_hf.eval.stored_states import StoredStates
 from rope_ext_hf.files import json_digest
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod

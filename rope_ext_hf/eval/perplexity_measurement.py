@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.span_measurement import SpanMeasurement, first_scored, grouped
-from rope_ext_hf.eval.stored_states import StatesWriter, stored_bytes
+from rope_ext_hf.eval.states_files import stored_bytes
+from rope_ext_hf.eval.states_writer import StatesWriter
 from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Pass, Setting

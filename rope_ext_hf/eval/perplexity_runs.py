@@ -15,7 +15,7 @@ from rope_ext_hf.errors import MethodError, capital, printable, short
 from rope_ext_hf.eval.perplexity_measurement import DocumentLoss, PerplexityMeasurement
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity, Sweep
 from rope_ext_hf.eval.span_runs import SpanRuns
-from rope_ext_hf.eval.stored_states import head_of, token_names
+from rope_ext_hf.eval.states_files import head_of, token_names
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.geometry import patch_geometry

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FileError, MethodError, UnsupportedModelError
 from rope_ext_hf.eval import Perplexity, divergence, measure, perplexity
-from rope_ext_hf.eval.stored_states import StoredStates, stored_bytes
+from rope_ext_hf.eval.states_files import stored_bytes
+from rope_ext_hf.eval.stored_states import StoredStates
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.labels import method_key
