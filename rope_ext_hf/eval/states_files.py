@@ -1,4 +1,4 @@
-"""Which hidden state of a perplexity run is stored in which file of its folder.
+"""Files in which the hidden states of a perplexity run are stored, and which state is in which of them.
 
 A last hidden state is the output of the decoder after its last norm: what the head makes logits of. It takes a few
 kilobytes a token, where the logits take hundreds. The folder `states` in a run's folder holds:
