@@ -16,6 +16,7 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.bounds": "read lengths (4096, 4k, 1M) and sizes, and check whole numbers",
     "rope_ext_hf.cli.console": "print results, notes and progress",
     "rope_ext_hf.cli.evaluation": "the steps of a command that measures: plan, forecast, measure, print",
+    "rope_ext_hf.cli.run_progress:shown_progress": "show the progress of runs in the terminal",
     "rope_ext_hf.cli.folders": "write a patched copy of a model, and upload a folder to the Hub",
     "rope_ext_hf.terminal": "reports that show themselves as text and as tables, and wrapped lines",
     "rope_ext_hf.errors": "the exceptions, and small functions that put values into messages",

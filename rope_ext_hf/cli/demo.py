@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rope_ext_hf.cli.console import print_text
-from rope_ext_hf.cli.evaluation import shown_progress
 from rope_ext_hf.cli.options import CONTINUES, Json, Out, command
+from rope_ext_hf.cli.run_progress import shown_progress
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.eval.questions import Passkey, Perplexity
 from rope_ext_hf.questions import argument

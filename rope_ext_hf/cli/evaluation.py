@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rope_ext_hf.cli.console import print_error, print_note, print_result, print_table, print_text, progress_bar
+from rope_ext_hf.cli.console import print_error, print_note, print_result, print_table, print_text
 from rope_ext_hf.cli.dataclass_options import STATED
 from rope_ext_hf.cli.options import CONTINUES, DryRun, EvalOptions, Json, Model, Out, command
-from rope_ext_hf.errors import MethodError, count_text, duration, short, size_text
+from rope_ext_hf.cli.planned_runs import PlannedRun
+from rope_ext_hf.cli.run_progress import shown_progress
+from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, PerplexityOrDivergence, Sweep
 from rope_ext_hf.files import json_text
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
-from rope_ext_hf.questions import Question, argument, option_words
+from rope_ext_hf.questions import Question, argument
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
@@ -32,14 +33,12 @@ if TYPE_CHECKING:
 
     from rope_ext_hf.reading.forecast import Forecast
     from rope_ext_hf.reading.memory import MemoryEstimate
-    from rope_ext_hf.reading.operations import ReadingSpeed
-    from rope_ext_hf.runs.measurement import Measurement, RunPlan
+    from rope_ext_hf.runs.measurement import RunPlan
     from rope_ext_hf.runs.run import Run
     from rope_ext_hf.runs.run_file import RunFile
-    from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
 
-__all__ = ["Prepared", "ProcessOptions", "ReaderOptions", "RunOptions", "shown_progress"]
+__all__ = ["Prepared", "ProcessOptions", "ReaderOptions", "RunOptions"]
 
 
 @dataclass(frozen=True)
@@ -253,36 +252,43 @@ class Prepared:
             if isinstance(question, Perplexity):
                 plan = _with_key_tokens(plan, question, options, load, workers, self.file)
             plan = processes.reading(plan, name, empty, load, workers)
+            self.run = PlannedRun(name, empty, load, plan, workers, question)
             self.forecast: Forecast | None = None
-            self.needed = _memory(name, empty, load, plan, check=not options.dry_run)
+            self.needed = self.run.memory(check=not options.dry_run)
             if options.dry_run:
-                self.forecast = _forecast(self.needed, empty, load, plan, workers, options.out, question)
+                self.forecast = self.run.forecast(self.needed, options.out)
             else:
-                _print_needs(self.needed, empty, load, plan, workers, question, options.out)
-        self.empty, self.load, self.plan, self.workers = empty, load, plan, workers
+                self.run.print_needs(self.needed, options.out)
 
     def measure(self) -> Run[Any]:
         """Carry out the measurement and print its result; in a dry run, print the forecast and end the program."""
         from rope_ext_hf.files import foreign_errors
-        from rope_ext_hf.runs.runner import carry_out
 
         if self.forecast is not None:
             print_result(self.forecast, self.options.as_json)
             raise typer.Exit
-        name = self.options.model
-        with self.workers.in_step(), foreign_errors(f"the model {short(name)!r} could not be measured"):
-            run = carry_out(
-                _loaded(name, self.empty, self.load, self.needed),
-                self.plan,
-                out=self.options.out,
-                workers=self.workers,
-                file=self.file,
-                progress=shown_progress(self.workers),
-            )
-        if self.workers.rank == 0:
+        workers = self.run.workers
+        with workers.in_step(), foreign_errors(f"the model {short(self.run.name)!r} could not be measured"):
+            run = _carried_out(self.run, self.needed, self.options.out, self.file)
+        if workers.rank == 0:
             _print_run(run, self.options.as_json)
         _stop_if_not_finite(run)
         return run
+
+
+def _carried_out(planned: PlannedRun, needed: MemoryEstimate, out: Path, file: RunFile) -> Run[Any]:
+    """Load the model, measure, and show the progress.
+
+    Args:
+        planned: the measurement.
+        needed: the memory that it needs.
+        out: the folder for results.
+        file: what run.yaml will hold.
+    """
+    from rope_ext_hf.runs.runner import carry_out
+
+    model, workers = planned.loaded(needed), planned.workers
+    return carry_out(model, planned.plan, out=out, workers=workers, file=file, progress=shown_progress(workers))
 
 
 def _with_key_tokens(
@@ -292,292 +298,22 @@ def _with_key_tokens(
 
     Another model finds them, in a run of its own before this one.
     """
-    from rope_ext_hf.runs.runner import carry_out
-
     evaluator = replace(load, revision=None)  # --revision is one of the measured model
 
     def measure_with(source: str, make: Callable[[Any, Any], RunPlan[Any]]) -> Run[Any] | None:
         empty = evaluator.empty_model(source)
-        key_plan = make(empty, evaluator.tokenizer(source))
-        needed = _memory(source, empty, evaluator, key_plan, check=not options.dry_run)
+        planned = PlannedRun(source, empty, evaluator, make(empty, evaluator.tokenizer(source)), workers)
+        needed = planned.memory(check=not options.dry_run)
         if options.dry_run:
-            print_result(_forecast(needed, empty, evaluator, key_plan, workers, options.out), options.as_json)
+            print_result(planned.forecast(needed, options.out), options.as_json)
             return None
-        _print_needs(needed, empty, evaluator, key_plan, workers)
-        run = carry_out(
-            _loaded(source, empty, evaluator, needed),
-            key_plan,
-            out=options.out,
-            workers=workers,
-            file=file,
-            progress=shown_progress(workers),
-        )
+        planned.print_needs(needed)
+        run = _carried_out(planned, needed, options.out, file)
         if workers.rank == 0:
             print_note(run.kind.name, run.kind.outcome(run))
         return run
 
     return question.with_key_tokens(plan, measure_with)
-
-
-def _memory(
-    name: str, empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], *, check: bool = True
-) -> MemoryEstimate:
-    """Return the memory that a measurement needs; raise an error if less is free, unless `check` is false.
-
-    Args:
-        name: the model, as the command line has it.
-        empty: the model, without its weights.
-        load: the options for loading it.
-        plan: the plan of the measurement.
-        check: whether to raise an error.
-    """
-    from rope_ext_hf.hub import find_device, loaded_dtype
-    from rope_ext_hf.runs.preflight import run_memory
-
-    dtype, device = loaded_dtype(empty, load.dtype), find_device(load.device)
-    return run_memory(name, empty, plan, dtype, device, spread=load.device_map is not None, check=check)
-
-
-def _print_needs(
-    needed: MemoryEstimate,
-    empty: PreTrainedModel,
-    load: EvalOptions,
-    plan: RunPlan[Any],
-    workers: Workers,
-    question: LengthsQuestion | None = None,
-    out: Path | None = None,
-) -> None:
-    """Print the memory and time that a measurement needs.
-
-    Args:
-        needed: the memory.
-        empty: the model, without its weights.
-        load: the options for loading it.
-        plan: the plan of the measurement.
-        workers: the processes that share the run; the first one prints.
-        question: the options of the measurement; with others of them it would take less time.
-        out: the folder for results; given where anything besides results is written there.
-    """
-    from rope_ext_hf.hub import find_device
-    from rope_ext_hf.reading.forecast import free_bytes
-
-    seconds, moving = _seconds(empty, load, plan, workers), _moving_seconds(needed, empty, load, plan, workers)
-    if workers.rank != 0:
-        return
-    if not needed.is_ample(find_device(load.device)):
-        print_note("needs", f"{needed}{f'; moving them takes about {duration(moving)}' if moving else ''}")
-    passes = plan.measurement.passes
-    all_passes = sum(plan.passes(empty))
-    if all_passes == max(1, len(plan.methods)) * sum(passes):
-        tokens = f"{count_text(sum(passes))} tokens{_readers_clause(plan)}"
-    else:  # some methods need fewer passes
-        tokens = f"{count_text(all_passes)} tokens in all"
-    print_note("reads", f"{tokens}: about {duration(seconds + moving)}")
-    if out is not None and (size := _stored_bytes(empty, load, plan)):
-        print_note(
-            "writes", f"{size_text(size)} of hidden states into {out}, where {size_text(free_bytes(out))} are free"
-        )
-    if question is not None and (faster := _faster(empty, load, plan, workers, question, seconds)):
-        print_note("faster", faster)
-    too_short = getattr(plan.measurement.setting, "left_out", 0)
-    if too_short:
-        are = "document is" if too_short == 1 else "documents are"
-        print_note("without", f"{too_short} {are} too short and left out")
-    if most_spans := getattr(question, "max_spans", None):
-        print_note("spans", f"at most {most_spans} per length; --max-spans all reads the whole text")
-
-
-def _loaded(name: str, empty: PreTrainedModel, load: EvalOptions, needed: MemoryEstimate) -> PreTrainedModel:
-    """Return the model with its weights; those that do not fit the device wait in main memory or on disk."""
-    from rope_ext_hf.hub import find_device, loaded_dtype
-    from rope_ext_hf.reading.memory import weight_places
-
-    return load.model(name, weight_places(empty, needed, loaded_dtype(empty, load.dtype), find_device(load.device)))
-
-
-def _forecast(
-    needed: MemoryEstimate,
-    empty: PreTrainedModel,
-    load: EvalOptions,
-    plan: RunPlan[Any],
-    workers: Workers,
-    out: Path,
-    question: LengthsQuestion | None = None,
-) -> Forecast:
-    """Return the time, memory and disk space that a measurement would take.
-
-    The arguments are those of `_print_needs`; `out` is the folder for results.
-    """
-    import torch
-
-    from rope_ext_hf.hub import find_device, loaded_dtype
-    from rope_ext_hf.reading.forecast import Forecast
-    from rope_ext_hf.reading.memory import estimate_memory
-    from rope_ext_hf.runs.labels import label
-
-    longest, dtype = max(plan.measurement.passes), loaded_dtype(empty, load.dtype)
-    how: dict[str, Any] = {"offload_cache": load.offload_cache, "by_layer": plan.measurement.by_layer}
-    how["further_weights"] = plan.measurement.weight_bytes
-    memory_on_gpu = estimate_memory(empty, longest, dtype, device=torch.device("cuda"), **how)
-    seconds = _seconds(empty, load, plan, workers)
-    methods = [label(method.to_dict() if method else None) for method in plan.methods] or ["unpatched"]
-    lengths = sorted({int(cell[0]) for cell in plan.measurement.contents.counts})
-    at = ", ".join(f"{length:,}" for length in lengths)
-    return Forecast(
-        does=(f"measure {plan.measurement.kind} of {plan.data} at {at} tokens: {', '.join(methods)}",),
-        tokens=sum(plan.passes(empty)),
-        seconds=seconds + _moving_seconds(needed, empty, load, plan, workers),
-        device=find_device(load.device),
-        memory=needed,
-        gpu=memory_on_gpu,
-        disk=_stored_bytes(empty, load, plan),
-        folder=str(out),
-        faster="" if question is None else _faster(empty, load, plan, workers, question, seconds),
-    )
-
-
-def _stored_bytes(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any]) -> int:
-    """Return the bytes that a measurement writes besides results."""
-    from rope_ext_hf.hub import loaded_dtype
-
-    dtype, methods = loaded_dtype(empty, load.dtype), max(1, len(plan.methods))
-    size: int = plan.measurement.stored_bytes(empty, dtype, methods)
-    return size
-
-
-def _faster(
-    empty: PreTrainedModel,
-    load: EvalOptions,
-    plan: RunPlan[Any],
-    workers: Workers,
-    question: LengthsQuestion,
-    seconds: float,
-) -> str:
-    """Return options with which a measurement takes minutes, and how long it takes then; empty if it does already.
-
-    They are fewer spans of text or prompts, and float32 where the CPU is at least twice as fast in it. `seconds` is how
-    long the measurement takes as it is.
-    """
-    from rope_ext_hf.hub import find_device
-    from rope_ext_hf.reading.operations import MINUTES
-
-    option = "trials" if isinstance(question, Passkey) else "max_spans"
-    if seconds <= MINUTES or not hasattr(question, option):
-        return ""
-    changed: dict[str, Any] = {}
-    if find_device(load.device).type == "cpu":
-        in_float32 = _seconds(empty, replace(load, dtype="float32"), plan, workers)
-        if in_float32 < seconds / 2:
-            changed["dtype"], seconds = "float32", in_float32
-    per_cell = plan.measurement.plan.most_spans if isinstance(question, Perplexity) else getattr(question, option)
-    count = min(per_cell, max(1, int(per_cell * MINUTES / seconds)))
-    if count < per_cell:
-        changed[option] = count
-    least = seconds * count / per_cell
-    advice = "; shorter --lengths or a GPU take less" if least > 2 * MINUTES else ""
-    if not changed:
-        return advice.removeprefix("; ")
-    return f"with {option_words(**changed)} about {duration(least)}{advice}"
-
-
-def _seconds(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers) -> float:
-    """Estimate the seconds that a measurement takes, from the measured speed of the device."""
-    from rope_ext_hf.hub import find_device, loaded_dtype
-    from rope_ext_hf.reading.operations import measure_speed
-
-    speed = measure_speed(empty, find_device(load.device), loaded_dtype(empty, load.dtype))
-    return _pass_seconds(empty, plan.measurement, speed, *plan.passes(empty)) / workers.count
-
-
-def _moving_seconds(
-    needed: MemoryEstimate, empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers
-) -> float:
-    """Estimate the seconds of moving hidden states to where they wait and back, from measured speeds."""
-    from rope_ext_hf.hub import find_device
-    from rope_ext_hf.reading.operations import moving_seconds
-
-    longest, device = max(plan.measurement.passes), find_device(load.device)
-    return moving_seconds(empty, plan.passes(empty), longest, needed, device) / workers.count
-
-
-def _pass_seconds(model: PreTrainedModel, measurement: Measurement, speed: ReadingSpeed, *passes: int) -> float:
-    """Estimate the seconds that passes through a model take, with the answers that follow each pass.
-
-    `passes` are the numbers of tokens of the passes.
-    """
-    scored = measurement.scored * len(passes) // len(measurement.passes)
-    return speed.seconds(model, passes, scored, measurement.short_passes * len(passes))
-
-
-def _readers_clause(plan: RunPlan[Any]) -> str:
-    """Return a clause on how often the text is read: ", unpatched and patched", or ", with each of 3 methods"."""
-    patched = sum(method is not None for method in plan.methods)
-    unpatched = ", unpatched" if None in plan.methods else ""
-    if not patched:
-        return unpatched
-    with_methods = "patched" if patched == 1 else f"with each of {patched} methods"
-    return f"{unpatched} and {with_methods}" if unpatched else f", {with_methods}"
-
-
-# --- progress and results ---------------------------------------------------------------------------------------------
-
-
-def shown_progress(workers: Workers | None = None) -> Progress:
-    """Return a listener that shows the progress of runs on standard error, with a bar and the time left.
-
-    If several processes share a run, only the first one shows it.
-    """
-    # torch is imported with the base class, so that the class cannot stand at the top of this module
-    from rope_ext_hf.reading.memory import estimate_memory, estimate_whole_memory
-    from rope_ext_hf.reading.operations import measure_speed
-    from rope_ext_hf.runs.runner import Progress
-    from rope_ext_hf.runs.workers import Workers
-
-    processes = workers or Workers()
-    first = processes.rank == 0
-
-    class ShownProgress(Progress):
-        closing = ExitStack()
-
-        def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
-            self.bar = self.closing.enter_context(progress_bar("unpatched", show=first))
-            self.model, self.plan, self.passes = model, plan, plan.passes(model)
-            speed = measure_speed(model, model.device, model.dtype)
-            self.work = cache(partial(_pass_seconds, model, plan.measurement, speed))
-            self.bar.left.total = self.work(*self.passes) / processes.count
-            self.bar.left.largest = self.work(max(self.passes, default=0))
-            self.bar.left.count = len(self.passes) / processes.count
-
-        def started(self, folder: Path, done: int, units: int) -> None:
-            remaining = 1 - done / max(1, units)  # there may be no unit for this process
-            self.bar.left.total *= remaining
-            self.bar.left.count *= remaining
-            if first:
-                self.bar.set_total(round(sum(self.passes) / processes.count))
-                print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
-
-        def reading(self, how: str) -> None:
-            if first:
-                print_note("read", how)
-                if how.startswith("whole") and self.passes:
-                    scored = self.plan.measurement.scored // max(1, len(self.plan.measurement.passes))
-                    needed = estimate_whole_memory(self.model, max(self.passes), scored)
-                    if not needed.is_ample(self.model.device):
-                        print_note("needs", f"{needed}, because texts are read whole")
-                elif self.plan.measurement.by_layer and "layer" not in how and self.passes:
-                    needed = estimate_memory(self.model, max(self.passes), offload_cache=self.plan.offload_cache)
-                    if not needed.is_ample(self.model.device):
-                        print_note("needs", f"{needed}, because this model is not read layer by layer")
-                self.bar.left.begin()
-
-        def passed(self, method: str, tokens: int) -> None:
-            timed = "engine" not in self.plan.reader  # an engine starts within the first pass of each method
-            self.bar.advance(method, tokens, self.work(tokens) if timed else 0.0)
-
-        def close(self) -> None:
-            self.closing.close()
-
-    return ShownProgress()
 
 
 def _print_run(run: Run[Any], as_json: bool) -> None:

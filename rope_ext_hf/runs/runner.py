@@ -68,8 +68,11 @@ class Progress:
     def started(self, folder: Path, done: int, units: int) -> None:
         """Take note that the run's folder exists, with `done` of the `units` values that this process measures."""
 
-    def reading(self, how: str) -> None:
-        """Take note that the first pass follows; `how` is the text of `TokenScorer.reading`, about how it reads."""
+    def reading(self, scorer: Any) -> None:
+        """Take note that the first pass follows.
+
+        `scorer`: what reads, a `TokenScorer` or what `RunPlan.scorer` makes; its property `reading` says how.
+        """
 
     def passed(self, method: str, tokens: int) -> None:
         """Take note of one pass through the model; `method` is the label of the method, `tokens` the number it read."""
@@ -250,7 +253,7 @@ def carry_out(
         settings = job.settings(in_folder=out is not None)
         if out is None:
             scorer, records = job.scorer(), list[journal.Record]()
-            listener.reading(scorer.reading)
+            listener.reading(scorer)
             job.score(scorer, range(len(measurement.items)), set(), records.append, listener)
             kind = run_kind(measurement.kind)
             results = results_from_records(kind, measurement.setting, measurement.contents, records)
@@ -299,7 +302,7 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
         workers.agree()
         scorer.chunk, scorer.head_bytes = journal.agree_on_chunks(folder, scorer.chunk, scorer.head_bytes)
     agreed = scorer.chunk, scorer.head_bytes
-    progress.reading(scorer.reading)
+    progress.reading(scorer)
     with journal.open_journal(folder, workers.rank) as write:
 
         def add(record: journal.Record) -> None:

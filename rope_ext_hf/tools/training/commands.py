@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from rope_ext_hf.cli.console import print_note, print_result
-from rope_ext_hf.cli.evaluation import shown_progress
 from rope_ext_hf.cli.folders import PublishOptions
 from rope_ext_hf.cli.options import CONTINUES, DryRun, Json, LoadOptions, Model, command
+from rope_ext_hf.cli.run_progress import shown_progress
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.tools.training.questions import Finetuning
 

@@ -1,0 +1,216 @@
+"""Measurements that are planned and not begun: the memory, time and disk space that they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rope_ext_hf.cli.console import print_note
+from rope_ext_hf.cli.options import EvalOptions
+from rope_ext_hf.errors import count_text, duration, size_text
+from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
+from rope_ext_hf.questions import option_words
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from rope_ext_hf.reading.forecast import Forecast
+    from rope_ext_hf.reading.memory import MemoryEstimate
+    from rope_ext_hf.reading.operations import ReadingSpeed
+    from rope_ext_hf.runs.measurement import Measurement, RunPlan
+    from rope_ext_hf.runs.workers import Workers
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A measurement that is planned on a model without its weights.
+
+    Attributes:
+        name: the model, as the command line has it.
+        empty: the model, without its weights.
+        load: the options for loading it.
+        plan: the plan of the measurement.
+        workers: the processes that share the run; the first one prints.
+        question: the options of the measurement, with others of which it would take less time; None: there are none.
+    """
+
+    name: str
+    empty: PreTrainedModel
+    load: EvalOptions
+    plan: RunPlan[Any]
+    workers: Workers
+    question: LengthsQuestion | None = None
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device that reads."""
+        from rope_ext_hf.hub import find_device
+
+        return find_device(self.load.device)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model once it is loaded."""
+        from rope_ext_hf.hub import loaded_dtype
+
+        return loaded_dtype(self.empty, self.load.dtype)
+
+    def memory(self, *, check: bool = True) -> MemoryEstimate:
+        """Return the memory that the measurement needs.
+
+        `check`: whether to raise an error if less is free.
+        """
+        from rope_ext_hf.runs.preflight import run_memory
+
+        spread = self.load.device_map is not None
+        return run_memory(self.name, self.empty, self.plan, self.dtype, self.device, spread=spread, check=check)
+
+    def loaded(self, needed: MemoryEstimate) -> PreTrainedModel:
+        """Return the model with its weights; those that do not fit the device wait in main memory or on disk.
+
+        `needed` is the result of `memory`.
+        """
+        from rope_ext_hf.reading.memory import weight_places
+
+        return self.load.model(self.name, weight_places(self.empty, needed, self.dtype, self.device))
+
+    def print_needs(self, needed: MemoryEstimate, out: Path | None = None) -> None:
+        """Print the memory and time that the measurement needs.
+
+        Args:
+            needed: the memory.
+            out: the folder for results; given where anything besides results is written there.
+        """
+        from rope_ext_hf.reading.forecast import free_bytes
+
+        seconds, moving = self._seconds, self._moving_seconds(needed)
+        if self.workers.rank != 0:
+            return
+        if not needed.is_ample(self.device):
+            print_note("needs", f"{needed}{f'; moving them takes about {duration(moving)}' if moving else ''}")
+        passes = self.plan.measurement.passes
+        all_passes = sum(self.plan.passes(self.empty))
+        if all_passes == max(1, len(self.plan.methods)) * sum(passes):
+            tokens = f"{count_text(sum(passes))} tokens{_readers_clause(self.plan)}"
+        else:  # some methods need fewer passes
+            tokens = f"{count_text(all_passes)} tokens in all"
+        print_note("reads", f"{tokens}: about {duration(seconds + moving)}")
+        if out is not None and self._stored_bytes:
+            free = size_text(free_bytes(out))
+            print_note("writes", f"{size_text(self._stored_bytes)} of hidden states into {out}, where {free} are free")
+        if faster := self._faster:
+            print_note("faster", faster)
+        if too_short := getattr(self.plan.measurement.setting, "left_out", 0):
+            are = "document is" if too_short == 1 else "documents are"
+            print_note("without", f"{too_short} {are} too short and left out")
+        if most_spans := getattr(self.question, "max_spans", None):
+            print_note("spans", f"at most {most_spans} per length; --max-spans all reads the whole text")
+
+    def forecast(self, needed: MemoryEstimate, out: Path) -> Forecast:
+        """Return the time, memory and disk space that the measurement would take.
+
+        The arguments are those of `print_needs`.
+        """
+        import torch
+
+        from rope_ext_hf.reading.forecast import Forecast
+        from rope_ext_hf.reading.memory import estimate_memory
+        from rope_ext_hf.runs.labels import label
+
+        plan = self.plan
+        longest, gpu = max(plan.measurement.passes), torch.device("cuda")
+        how: dict[str, Any] = {"offload_cache": plan.offload_cache, "by_layer": plan.measurement.by_layer}
+        how["further_weights"] = plan.measurement.weight_bytes
+        methods = [label(method.to_dict() if method else None) for method in plan.methods] or ["unpatched"]
+        lengths = sorted({int(cell[0]) for cell in plan.measurement.contents.counts})
+        at = ", ".join(f"{length:,}" for length in lengths)
+        return Forecast(
+            does=(f"measure {plan.measurement.kind} of {plan.data} at {at} tokens: {', '.join(methods)}",),
+            tokens=sum(plan.passes(self.empty)),
+            seconds=self._seconds + self._moving_seconds(needed),
+            device=self.device,
+            memory=needed,
+            gpu=estimate_memory(self.empty, longest, self.dtype, device=gpu, **how),
+            disk=self._stored_bytes,
+            folder=str(out),
+            faster=self._faster,
+        )
+
+    @cached_property
+    def _seconds(self) -> float:
+        """The seconds that the measurement takes."""
+        return self._seconds_in(self.load.dtype)
+
+    def _seconds_in(self, dtype: str) -> float:
+        """Estimate the seconds that the measurement takes in a dtype, from the measured speed of the device."""
+        from rope_ext_hf.hub import loaded_dtype
+        from rope_ext_hf.reading.operations import measure_speed
+
+        speed = measure_speed(self.empty, self.device, loaded_dtype(self.empty, dtype))
+        return (
+            pass_seconds(self.empty, self.plan.measurement, speed, *self.plan.passes(self.empty)) / self.workers.count
+        )
+
+    def _moving_seconds(self, needed: MemoryEstimate) -> float:
+        """Estimate the seconds of moving hidden states to where they wait and back, from measured speeds."""
+        from rope_ext_hf.reading.operations import moving_seconds
+
+        longest = max(self.plan.measurement.passes)
+        seconds = moving_seconds(self.empty, self.plan.passes(self.empty), longest, needed, self.device)
+        return seconds / self.workers.count
+
+    @cached_property
+    def _stored_bytes(self) -> int:
+        """The bytes that the measurement writes besides results."""
+        size: int = self.plan.measurement.stored_bytes(self.empty, self.dtype, max(1, len(self.plan.methods)))
+        return size
+
+    @cached_property
+    def _faster(self) -> str:
+        """Options with which the measurement takes minutes, and how long it takes then; empty if it does already.
+
+        They are fewer spans of text or prompts, and float32 where the CPU is at least twice as fast in it.
+        """
+        from rope_ext_hf.reading.operations import MINUTES
+
+        question, seconds = self.question, self._seconds
+        option = "trials" if isinstance(question, Passkey) else "max_spans"
+        if seconds <= MINUTES or not hasattr(question, option):
+            return ""
+        changed: dict[str, Any] = {}
+        if self.device.type == "cpu":
+            in_float32 = self._seconds_in("float32")
+            if in_float32 < seconds / 2:
+                changed["dtype"], seconds = "float32", in_float32
+        spans = isinstance(question, Perplexity)
+        per_cell = self.plan.measurement.plan.most_spans if spans else getattr(question, option)
+        count = min(per_cell, max(1, int(per_cell * MINUTES / seconds)))
+        if count < per_cell:
+            changed[option] = count
+        least = seconds * count / per_cell
+        advice = "; shorter --lengths or a GPU take less" if least > 2 * MINUTES else ""
+        if not changed:
+            return advice.removeprefix("; ")
+        return f"with {option_words(**changed)} about {duration(least)}{advice}"
+
+
+def pass_seconds(model: PreTrainedModel, measurement: Measurement, speed: ReadingSpeed, *passes: int) -> float:
+    """Estimate the seconds that passes through a model take, with the answers that follow each pass.
+
+    `passes` are the numbers of tokens of the passes.
+    """
+    scored = measurement.scored * len(passes) // len(measurement.passes)
+    return speed.seconds(model, passes, scored, measurement.short_passes * len(passes))
+
+
+def _readers_clause(plan: RunPlan[Any]) -> str:
+    """Return a clause on how often the text is read: ", unpatched and patched", or ", with each of 3 methods"."""
+    patched = sum(method is not None for method in plan.methods)
+    unpatched = ", unpatched" if None in plan.methods else ""
+    if not patched:
+        return unpatched
+    with_methods = "patched" if patched == 1 else f"with each of {patched} methods"
+    return f"{unpatched} and {with_methods}" if unpatched else f", {with_methods}"
