@@ -65,7 +65,7 @@ def measured_file() -> str:
     model, and per byte of a small one.
     """
     models = [
-        _about(entry, entry["model"], "token", _rows_of_real_model(entry)) for entry in real_models.largest_entries()
+        _about(entry, entry["model"], "token", _rows_of_real_model(entry)) for entry in real_models.merged_entries()
     ]
     for model, line in factor_lines().items():
         rows = [

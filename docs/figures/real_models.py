@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from itertools import chain
 from typing import Any
 
 from docs.figures.registry import Row, figure, in_bits, length_heads, markdown_table, read_lines, read_result, stamp
@@ -16,22 +18,39 @@ def real_models() -> str:
 
 
 def entries() -> list[Row]:
-    """Return the measured models, the one with the most texts first; of equally many, that with the most rows."""
-    return sorted(
-        read_result("real-models")["models"],
-        key=lambda entry: (len(texts_of(entry)), len(entry["texts"])),
-        reverse=True,
-    )
+    """Return the measured models, the one with the most texts first; of equally many, that with the most rows.
 
-
-def largest_entries() -> list[Row]:
-    """Return one entry for each model: the first of `entries`, where it was measured on several devices or in several
-    dtypes.
+    A model that was measured in several dtypes or on several devices has an entry for each.
     """
-    by_model: dict[str, Row] = {}
+    complete = [with_short_losses(entry) for entry in read_result("real-models")["models"]]
+    return sorted(complete, key=lambda entry: (len(texts_of(entry)), len(entry["texts"])), reverse=True)
+
+
+def with_short_losses(entry: Row) -> Row:
+    """Return an entry with what each row is compared with, and its dtype.
+
+    These are the losses of the model as loaded on the same targets when it reads no more than its context length, by
+    length. Up to the context length it reads all of the text before them.
+    """
+    length = str(entry["context_length"])
+    short: dict[str, Row] = defaultdict(dict)
+    for row in entry["texts"]:
+        if row["method"] == "unpatched":
+            short[row["text"]] |= {length: row["loss"][length]} | row.get("recent", {})
+    return entry | {"texts": [row | {"dtype": entry["dtype"], "short": short[row["text"]]} for row in entry["texts"]]}
+
+
+def merged_entries() -> list[Row]:
+    """Return one entry for each model, in which each method has the rows of the entry that has most of them."""
+    by_model: dict[str, list[Row]] = {}
     for entry in entries():
-        by_model.setdefault(entry["model"], entry)
-    return list(by_model.values())
+        by_model.setdefault(entry["model"], []).append(entry)
+    merged = []
+    for same in by_model.values():
+        settings = dict.fromkeys((row["method"], row["multiple"]) for entry in same for row in entry["texts"])
+        best = [max((rows(entry, *setting) for entry in same), key=len) for setting in settings]
+        merged.append(same[0] | {"texts": [*chain.from_iterable(best)]})
+    return merged
 
 
 def texts_of(entry: Row) -> list[str]:
@@ -50,31 +69,15 @@ def rows(entry: Row, method: str, multiple: float) -> list[Row]:
     return [row for row in entry["texts"] if (row["method"], row["multiple"]) == (method, multiple)]
 
 
-def short_losses(entry: Row) -> dict[tuple[str, int], float]:
-    """Return the losses of the model as loaded, by text and length, when it reads no more than its context length.
-
-    The targets are those of each length. Up to the context length the model reads all of the text before them.
-    """
-    short: dict[tuple[str, int], float] = {}
-    for row in entry["texts"]:
-        if row["method"] == "unpatched":
-            known = {str(entry["context_length"]): row["loss"][str(entry["context_length"])]} | row.get("recent", {})
-            short |= {(row["text"], int(length)): loss for length, loss in known.items()}
-    return short
-
-
 def rise(entry: Row, method: str, multiple: float, length: int) -> Any:
     """Return by how much the loss of a method is above that of the model as loaded on the same targets.
 
     The model as loaded reads no more than its context length. Texts are compared one by one. The result is an
     `Estimate`; None: the method was not measured.
     """
-    short = short_losses(entry)
-    changes = [
-        row["loss"][str(length)] - short[row["text"], length]
-        for row in rows(entry, method, multiple)
-        if str(length) in row["loss"] and (row["text"], length) in short
-    ]
+    at = str(length)
+    known = [row for row in rows(entry, method, multiple) if at in row["loss"] and at in row["short"]]
+    changes = [row["loss"][at] - row["short"][at] for row in known]
     return estimate(changes, [1.0] * len(changes)) if changes else None
 
 
@@ -143,7 +146,7 @@ def answers_table(entry: Row) -> str:
 @figure
 def chosen_real_models() -> str:
     """A table of every real model: its perplexity under each method, as a multiple of that of short inputs."""
-    return "".join([_ratio_table(entry) for entry in largest_entries()])
+    return "".join([_ratio_table(entry) for entry in merged_entries()])
 
 
 def _ratio_table(entry: Row) -> str:
@@ -156,11 +159,17 @@ def _ratio_table(entry: Row) -> str:
         cells = [_ratio_cell(change) for change in changes]
         table.append([f"`{method}`" if method != "unpatched" else method, *cells, str(count)])
     heads = [f"{int(scale * context_length):,} tokens ({scale:g}x)" for scale in scales]
+    by_dtype: dict[str, dict[str, None]] = defaultdict(dict)
+    for row in entry["texts"]:
+        by_dtype[row["dtype"]][row["method"]] = None
+    dtypes = "; ".join([f"{', '.join(methods)} in {dtype}" for dtype, methods in by_dtype.items()])
+    measured = dtypes if len(by_dtype) > 1 else f"in {entry['dtype']}"
     about = (
         f"**{entry['model']}** ({entry['parameters'] / 1e6:,.0f} million parameters, context length "
         f"{context_length:,}) on {len(texts)} novels: perplexity divided by that of the unpatched model when it reads "
         f"no more than {context_length:,} tokens before the same text, with its 95% interval over novels where at "
-        f"least {FEWEST} were read. Static methods have the factor {multiple:g}."
+        f"least {FEWEST} were read. Static methods have the factor {multiple:g}. Measured "
+        f"{measured}."
     )
     return f"\n\n{about}\n{markdown_table(['method', *heads, 'novels'], table)}\n\n"
 
