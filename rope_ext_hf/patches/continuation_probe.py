@@ -119,7 +119,7 @@ def small_layers(
 def check_weights(model: nn.Module, decoder: nn.Module) -> None:
     """Check that the weights of a decoder are here, whole, so that tokens can be run; else raise NotTriedError."""
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
-        raise NotTriedError("the weights of the model are not in memory")
+        raise NotTriedError("the model was read without its weights; patching it with them checks it")
     if is_partitioned(model):
         raise NotTriedError("the weights of the model are sharded over devices")
     sharding = sys.modules.get("torch.distributed.tensor")  # without it there are no sharded weights
