@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,14 +48,18 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
     # Spread over the vocabulary: the first and the last ids are special tokens in most models, untrained in some.
     vocabulary = vocabulary_size(model)
     ids = torch.linspace(vocabulary // 8, 7 * vocabulary // 8, CHECKED_TOKENS, device=device).long()
-    expected = None
+    expected, first_trial = None, None
     if is_offloaded(reader.decoder):
-        expected, equal = _logits_by_layer_first(reader, ids)
-        if equal:
+        expected, first_trial = _trial_by_layer(reader, ids)
+        if first_trial is not None and first_trial.difference <= _bounds(model.dtype)[0]:
+            first_trial.settle(reader)
             return None
     expected = _ordinary_logits(reader, ids) if expected is None else expected
     _check_causal(reader, ids, expected)
     tolerance = _rounding_tolerance(reader, ids, expected)
+    if first_trial is not None and first_trial.difference <= tolerance:
+        first_trial.settle(reader)
+        return None
     if reader.decoder is model or reader.head is None:
         return "the model's class does not separate its decoder from its head"
 
@@ -136,11 +140,29 @@ def _outputs_by_layer(reader: ChunkedReader, ids: Tensor) -> Iterator[tuple[Tens
         yield output, cache
 
 
-def _logits_by_layer_first(reader: ChunkedReader, ids: Tensor) -> tuple[Tensor | None, bool]:
-    """Return the logits of an ordinary forward, and whether the decoder gives the same ones layer by layer.
+class _Trial(NamedTuple):
+    """A way to read a model layer by layer that was tried.
 
-    If it does, no logits depend on later tokens, because chunks do not see the chunks after them; and the reader is set
-    as `why_not_in_chunks` sets it. The logits are None if the model does not run with its layers watched.
+    Attributes:
+        difference: how far its logits are from those of an ordinary forward, in standard deviations.
+        finish, windows, layers: the settings of the reader.
+    """
+
+    difference: float
+    finish: bool
+    windows: dict[int, int]
+    layers: LayerReader
+
+    def settle(self, reader: ChunkedReader) -> None:
+        """Have a reader read in this way."""
+        reader.finish, reader.windows, reader.layers = self.finish, self.windows, self.layers
+
+
+def _trial_by_layer(reader: ChunkedReader, ids: Tensor) -> tuple[Tensor | None, _Trial | None]:
+    """Return the logits of an ordinary forward, and the first way to read layer by layer that gives nearly the same.
+
+    If one does, no logits depend on later tokens, because chunks do not see the chunks after them. The logits are None
+    if the model does not run with its layers watched.
 
     Args:
         reader: the reader, without `layers`.
@@ -148,20 +170,20 @@ def _logits_by_layer_first(reader: ChunkedReader, ids: Tensor) -> tuple[Tensor |
     """
     model, layers = reader.model, _layers(reader)
     if reader.decoder is model or reader.head is None or layers is None:
-        return None, False
+        return None, None
     try:
         with layers.watched():
             expected = _ordinary_logits(reader, ids)
     except UnsupportedModelError:
-        return None, False
+        return None, None
     trial = replace(reader, chunk=_CHUNK, longest=1, layers=layers)
     for hidden, cache in _outputs_by_layer(trial, ids):
         for finish in (True, False):
             trial.finish = finish
-            if _difference(trial.head_losses.logits(hidden), expected) <= _bounds(model.dtype)[0]:
-                reader.finish, reader.windows, reader.layers = finish, _safe_windows(model, cache), layers
-                return expected, True
-    return expected, False
+            difference = _difference(trial.head_losses.logits(hidden), expected)
+            if difference <= _bounds(model.dtype)[1]:
+                return expected, _Trial(difference, finish, _safe_windows(model, cache), layers)
+    return expected, None
 
 
 def _safe_windows(model: PreTrainedModel, cache: SpanCache) -> dict[int, int]:
@@ -199,12 +221,13 @@ def _check_causal(reader: ChunkedReader, ids: Tensor, expected: Tensor) -> None:
 
 
 def _rounding_tolerance(reader: ChunkedReader, ids: Tensor, expected: Tensor) -> float:
-    """Return the difference of logits that counts as rounding: twice what the model's own cache makes, within bounds.
+    """Return the difference of logits that counts as rounding: twice what the model's own code makes, within bounds.
 
-    Reading the same tokens in the same pieces onto a cache of transformers sums in another order than one forward
-    does, as reading in chunks does. How much that changes depends on the model, its dtype and the device. No fixed
-    number would do: in bfloat16, the worst rounding of one processor is as large as the change that positions make
-    that are off by one on another.
+    Two ways of reading that are known to be right are compared with an ordinary forward: the same tokens with as many
+    behind them, and the same pieces onto a cache of transformers. Both may sum in another order, as reading in chunks
+    does. How much that changes depends on the model, its dtype and the device: on one processor the first way changes
+    nothing, on another the second. No fixed number would do: in bfloat16, the worst rounding of one processor is as
+    large as the change that positions make that are off by one on another.
 
     Args:
         reader: the reader, with the model.
@@ -214,6 +237,8 @@ def _rounding_tolerance(reader: ChunkedReader, ids: Tensor, expected: Tensor) ->
     least, most = _bounds(reader.model.dtype)
     if least == most:
         return most
+    longer = _ordinary_logits(reader, torch.cat([ids, ids.flip(0)]))[: len(expected)]
+    noise = _difference(longer, expected)
     try:
         cache = DynamicCache(config=reader.decoder.config)
         name = cache_parameter(reader.model, reader.decoder)
@@ -223,7 +248,7 @@ def _rounding_tolerance(reader: ChunkedReader, ids: Tensor, expected: Tensor) ->
         raise
     except (UnsupportedModelError, TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError):
         return most  # a class with a cache of its own
-    return min(most, max(least, 2 * _difference(torch.cat(logits).float(), expected)))
+    return min(most, max(least, 2 * noise, 2 * _difference(torch.cat(logits).float(), expected)))
 
 
 def _bounds(dtype: torch.dtype) -> tuple[float, float]:
