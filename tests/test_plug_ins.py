@@ -77,7 +77,7 @@ def test_methods_and_kinds_of_runs_of_another_package_are_known_by_name() -> Non
     rotary = Rotary(8, 1e4, 4096)
     assert registry.frequencies("half_linear", rotary, factor=4).inv_freq.tolist() == [1.0, 0.1, 0.01 / 4, 0.001 / 4]
     assert list(registry.list_methods())[-1] == "half-linear"  # behind those of this package
-    assert kinds.run_kind("pages").items == "pages"
+    assert kinds.run_kind("pages").item == "page"
 
 
 def test_a_package_that_cannot_be_loaded_is_named(on_path: Path) -> None:

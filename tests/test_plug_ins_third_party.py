@@ -64,7 +64,7 @@ class PageRuns(PerplexityRuns):
     """Perplexity of pages."""
 
     name = "pages"
-    items = "pages"
+    item = "page"
 
     def plan(self, question, model, tokenizer, **settings):
         plan = super().plan(question, model, tokenizer, **settings)

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, MethodError, entry, printable, short
+from rope_ext_hf.errors import CorpusError, MethodError, counted, entry, printable, short
 from rope_ext_hf.eval.questions import Passkey
 from rope_ext_hf.eval.retrieval_prompts import Trial, make_trials, shared_trials
 from rope_ext_hf.eval.statements import RETRIEVALS
@@ -148,7 +148,8 @@ class RetrievalRuns(RunKind):
 
     name = "passkey"
     setting = RetrievalSetting
-    items = "prompts per length and depth"
+    item = "prompt"
+    per = " per length and depth"
     columns = (
         "task",
         "keys",
@@ -225,7 +226,7 @@ class RetrievalRuns(RunKind):
         numbers = "exact match, mean rank, loss of the answer" if losses else "exact match, mean rank"
         title = f"Retrieval, task {short(printable(first.task))}{keys}: {numbers}"
         caption = (
-            f"{first.trials} prompts per depth and length. The rank is that of the right answer among "
+            f"{self.counted_items(first.trials)}. The rank is that of the right answer among "
             f"{first.distractors + 1}: 1 is best, {first.chance_rank:g} is luck; green: better than luck by 3 standard "
             "errors"
         )
@@ -243,7 +244,7 @@ class RetrievalRuns(RunKind):
         note = (
             "Exact answers by context length and depth (0% first); below, the mean rank of the right answer among "
             f"{first.distractors + 1} (luck: {first.chance_rank:g}), faint where no better than chance{loss}. "
-            f"{first.trials} prompts per cell."
+            f"{counted(first.trials, 'prompt')} per cell."
         )
         panels = {
             name: {(r.depth, r.length): HeatCell(r.exact_match, r.rank, not r.above_chance, r.loss) for r in row}

@@ -15,7 +15,7 @@ class SpanRuns(RunKind):
     Their results have the attributes `tokens_per_second`, `gpu_bytes` and `nonfinite`.
     """
 
-    items = "documents"
+    item = "document"
 
     def speed(self, run: Run[Any]) -> str:
         """Return the speed of reading, from the slowest result to the fastest, and the peak of GPU memory, in words."""

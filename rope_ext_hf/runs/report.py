@@ -53,7 +53,7 @@ def _draw(run: Run[Any], path: Path) -> None:
 def _page(run: Run[Any]) -> str:
     """Return the HTML page of a run."""
     settings, kind = run.settings, run.kind
-    items = f"{len(settings['items'])} {kind.items}"
+    items = kind.counted_items(len(settings["items"]))
     chart = "" if run.chart is None else run.chart.svg(WIDTH, WIDE)
     other_pictures = [path for path in plain_files(run.folder, "*.png") if path.name != f"{kind.name}.png"]
     conclusion = str(run.conclusion) if run.results else "Nothing is finished yet."
@@ -83,7 +83,7 @@ def _summary(run: Run[Any]) -> str:
     """Return sentences on the model, the device, the speed and the package versions of a run."""
     settings = run.settings
     model = f"{settings['parameters']:,} parameters in {settings['dtype']}, for {run.meant_for}."
-    items = f"{len(settings['items'])} {run.kind.items}."
+    items = f"{run.kind.counted_items(len(settings['items']))}."
     engine = f"by {settings['engine']} " if "engine" in settings else ""
     speed = run.kind.speed(run)
     reading = f"Read {engine}on {settings['device']}{f' at {speed}' if speed else ''}."

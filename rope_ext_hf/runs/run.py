@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.table import Table
 
-from rope_ext_hf.errors import MethodError, listed, printable, short
+from rope_ext_hf.errors import MethodError, counted, listed, printable, short
 from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.pictures.html_page import html_table, paragraph
@@ -40,17 +40,23 @@ class RunDisplay(ABC):
 
     Attributes:
         name: the name of the kind, in run.json and in the names of folders and pictures.
-        items: the noun for the items, in the plural, such as "documents".
+        item: the noun for an item, such as "document".
+        per: what follows the noun after a number, such as " per length and depth".
         columns: the columns of results.csv between the method's label and its parameters.
         units: the units in which the numbers can be shown, the default first; empty: there is no choice.
         asks: the question that the page of a run answers, with the places {model} and {inputs}.
     """
 
     name: ClassVar[str]
-    items: ClassVar[str]
+    item: ClassVar[str]
+    per: ClassVar[str] = ""
     columns: ClassVar[Sequence[str]]
     units: ClassVar[Sequence[str]] = ()
     asks: ClassVar[str] = "How well does {model} read {inputs}?"
+
+    def counted_items(self, count: int) -> str:
+        """Return a number of items with its noun: "1 document", "4 prompts per length and depth"."""
+        return f"{counted(count, self.item)}{self.per}"
 
     @abstractmethod
     def table(self, run: Run[Any], *, detailed: bool = False) -> Table:

@@ -61,7 +61,7 @@ class GuessRuns(RunKind):
 
     name = "guesses"
     setting = GuessSetting
-    items = "texts"
+    item = "text"
     columns = ("length", "share")
 
     def parse(self, item: str, value: Any) -> Guesses:

@@ -332,7 +332,9 @@ def _measured_text(run: Run[Any], key: str) -> str:
             rows.append(row + [""] * (len(rows[0]) - len(row)))
         parts.append(_table(rows))
     versions = ", ".join([f"{name} {number}" for name, number in settings["versions"].items()])
-    setting = f"{run.kind.items}: {len(settings['items'])}, in {settings['dtype']} on {settings['device']}; {versions}."
+    setting = (
+        f"{run.kind.counted_items(len(settings['items']))}, in {settings['dtype']} on {settings['device']}; {versions}."
+    )
     return "\n\n".join([*parts, f"{_plain(setting)}\n\n"])
 
 

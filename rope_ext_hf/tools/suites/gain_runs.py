@@ -100,7 +100,7 @@ class GainRuns(RunKind):
 
     name = "gain"
     setting = GainSetting
-    items = "rows"
+    item = "row"
     columns = ("length", "distance", "gain", "low", "high", "outcome", "with_evidence", "without_evidence")
 
     def plan(

@@ -81,7 +81,7 @@ class KeyTokenRuns(RunKind):
 
     name = "keys"
     setting = KeySetting
-    items = "documents"
+    item = "document"
     columns = ("length", "compared_tokens", "key_tokens")
 
     def parse(self, item: str, value: Any) -> _DocumentKeys:

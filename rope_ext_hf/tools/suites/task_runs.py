@@ -95,7 +95,8 @@ class TaskRuns(RunKind):
 
     name = "tasks"
     setting = TaskSetting
-    items = "prompts per task and length"
+    item = "prompt"
+    per = " per task and length"
     columns = (
         "suite",
         "task",
@@ -142,7 +143,7 @@ class TaskRuns(RunKind):
         title = f"Suite {short(printable(first.suite))}: {unit}, in percent; the model is made for {run.meant_for}"
         chance = run.settings["setting"].get("chance")
         by_chance = f", {chance:.1%} by chance" if chance else ""
-        caption = f"{first.samples} prompts per task and length{by_chance}. {_MEANING}"
+        caption = f"{self.counted_items(first.samples)}{by_chance}. {_MEANING}"
         view = length_table(run, title, caption, "method", *(("task",) if detailed else ()))
         view.add_column("effective\nlength", justify="right", overflow="fold")
         for name, results in run.by_label.items():
