@@ -64,9 +64,9 @@ def measured_file() -> str:
     A row is method, factor, length in context lengths, increase, low, high; the increase is in bits per token of a real
     model, and per byte of a small one.
     """
-    models = [
-        _about(entry, entry["model"], "token", _rows_of_real_model(entry)) for entry in real_models.merged_entries()
-    ]
+    # Advice compares methods at the same lengths, so that a model measured at others is shown in the pages alone.
+    entries = [entry for entry in real_models.merged_entries() if real_models.first_multiple(entry) == 2]
+    models = [_about(entry, entry["model"], "token", _rows_of_real_model(entry)) for entry in entries]
     for model, line in factor_lines().items():
         rows = [
             [

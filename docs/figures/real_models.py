@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from docs.figures.registry import Row, figure, in_bits, length_heads, markdown_table, read_lines, read_result, stamp
+from rope_ext_hf.errors import counted
 from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate
 
 
@@ -152,24 +153,27 @@ def chosen_real_models() -> str:
 def _ratio_table(entry: Row) -> str:
     context_length, texts, multiple = entry["context_length"], texts_of(entry), first_multiple(entry)
     scales = [scale for scale in (1.0, 1.5, 2.0) if scale <= multiple]
-    table = []
-    for method in dict.fromkeys(row["method"] for row in entry["texts"]):
-        changes = [rise(entry, method, multiple, int(scale * context_length)) for scale in scales]
-        count = len(rows(entry, method, multiple))
-        cells = [_ratio_cell(change) for change in changes]
-        table.append([f"`{method}`" if method != "unpatched" else method, *cells, str(count)])
-    heads = [f"{int(scale * context_length):,} tokens ({scale:g}x)" for scale in scales]
+    lengths = [int(scale * context_length) for scale in scales]
+    by_method = {
+        method: [rise(entry, method, multiple, length) for length in lengths]
+        for method in dict.fromkeys(row["method"] for row in entry["texts"])
+    }
+    table = [["unpatched", *map(_ratio_cell, by_method["unpatched"]), str(len(rows(entry, "unpatched", multiple)))]]
+    best_first = sorted(by_method.keys() - {"unpatched"}, key=lambda method: by_method[method][-1].value)
+    for method in best_first:
+        cells = map(_ratio_cell, by_method[method])
+        table.append([f"`{method}`", *cells, str(len(rows(entry, method, multiple)))])
+    heads = [f"{length:,} tokens ({scale:g}x)" for length, scale in zip(lengths, scales, strict=True)]
     by_dtype: dict[str, dict[str, None]] = defaultdict(dict)
     for row in entry["texts"]:
         by_dtype[row["dtype"]][row["method"]] = None
     dtypes = "; ".join([f"{', '.join(methods)} in {dtype}" for dtype, methods in by_dtype.items()])
     measured = dtypes if len(by_dtype) > 1 else f"in {entry['dtype']}"
+    size = f"{entry['parameters'] / 1e6:,.0f} million parameters, context length {context_length:,}"
     about = (
-        f"**{entry['model']}** ({entry['parameters'] / 1e6:,.0f} million parameters, context length "
-        f"{context_length:,}) on {len(texts)} novels: perplexity divided by that of the unpatched model when it reads "
-        f"no more than {context_length:,} tokens before the same text, with its 95% interval over novels where at "
-        f"least {FEWEST} were read. Static methods have the factor {multiple:g}. Measured "
-        f"{measured}."
+        f"**{entry['model']}** ({size}) on {counted(len(texts), 'novel')}: perplexity divided by that of the unpatched "
+        f"model when it reads no more than {context_length:,} tokens before the same text, with its 95% interval over "
+        f"novels where at least {FEWEST} were read. Static methods have the factor {multiple:g}. Measured {measured}."
     )
     return f"\n\n{about}\n{markdown_table(['method', *heads, 'novels'], table)}\n\n"
 

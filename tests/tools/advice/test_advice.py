@@ -186,14 +186,19 @@ def rises_of_real_model() -> dict[tuple[str, float | None, float], float]:
         for scale in (1, float(factor)) if factor else (1, 2, 4, 8):
             rise = row["loss"][str(int(scale * 8192))] - short[row["text"]]
             found.setdefault((method, float(factor) if factor else None, scale), []).append(rise / math.log(2))
-    [entry, *_] = json.loads((ROOT / "docs/results/real-models.json").read_text(encoding="utf-8"))["models"]
-    base = {row["text"]: row for row in entry["texts"] if row["method"] == "unpatched"}
+    entries = json.loads((ROOT / "docs/results/real-models.json").read_text(encoding="utf-8"))["models"]
     by_factor = ("yarn", "ntk", "mrrope", "linear")
     read: dict[tuple[str, float | None, float], list[float]] = {}
-    for row in (row for row in entry["texts"] if row["multiple"] == 2):
-        for scale, reference in ((1, base[row["text"]]["loss"]["8192"]), (2, base[row["text"]]["recent"]["16384"])):
-            key = row["method"], 2.0 if row["method"] in by_factor else None, scale
-            read.setdefault(key, []).append((row["loss"][str(scale * 8192)] - reference) / math.log(2))
+    for entry in entries:  # one for each dtype; of a method the one with most texts counts
+        if not entry["model"].startswith("SmolLM2"):
+            continue
+        base = {row["text"]: row for row in entry["texts"] if row["method"] == "unpatched"}
+        here: dict[tuple[str, float | None, float], list[float]] = {}
+        for row in (row for row in entry["texts"] if row["multiple"] == 2):
+            for scale, reference in ((1, base[row["text"]]["loss"]["8192"]), (2, base[row["text"]]["recent"]["16384"])):
+                key = row["method"], 2.0 if row["method"] in by_factor else None, scale
+                here.setdefault(key, []).append((row["loss"][str(scale * 8192)] - reference) / math.log(2))
+        read |= {key: values for key, values in here.items() if len(values) > len(read.get(key, ()))}
     return {key: sum(values) / len(values) for key, values in (found | read).items()}
 
 
