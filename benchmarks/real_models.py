@@ -176,7 +176,7 @@ def main() -> None:
     for length in [int(model.context_length * multiple) for multiple in ANSWER_MULTIPLES if arguments.trials]:
         for method in ANSWERS:
             if (method, length) not in measured and time.monotonic() < until:
-                about = {"method": method, "length": length}
+                about = {"method": method, "multiple": max(ANSWER_MULTIPLES), "length": length}
                 add("answers", about | model.answer_row(method, length, arguments.trials, arguments.task))
 
 

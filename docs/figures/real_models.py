@@ -117,10 +117,10 @@ def section(entry: Row) -> str:
     heads = [f"{length:,} ({length / context_length:g}x), set for {multiple:g}x" for multiple, length in columns]
     note = (
         f"{len(texts)} {'text' if len(texts) == 1 else 'texts'} ({', '.join(texts)}), {entry['targets']:,} tokens "
-        f"of each scored at every length, {entry['dtype']}. " + stamp(entry, "make real-models")
+        "of each scored at every length. " + stamp(entry, "make real-models")
     )
     size = f"{entry['parameters'] / 1e9:.3g} billion parameters, context length {context_length:,}"
-    rises = f"**{entry['model']}**, {size}:" + markdown_table(["method", *heads], table, note)
+    rises = f"**{entry['model']}** in {entry['dtype']}, {size}:" + markdown_table(["method", *heads], table, note)
     return rises + (answers_table(entry) if entry["answers"] else "")
 
 
@@ -136,10 +136,10 @@ def answers_table(entry: Row) -> str:
             loss = answer and estimate(answer["loss"], [1.0] * len(answer["loss"]))
             row.append(f"{loss.text('{:.2f}'.format)}, {answer['exact']:.0%}" if answer and loss else "–")
         table.append(row)
-    prompts, longest = len(entry["answers"][0]["loss"]), max(lengths) / entry["context_length"]
+    first = entry["answers"][0]
     note = (
-        "Loss of the right answer in nats per token with its 95% interval over prompts, and the share of prompts in "
-        f"which the model gives it exactly; {prompts} prompts a cell, methods set for {longest:g}x."
+        "Loss of the right answer in nats per token with its 95% interval over prompts, and the share of prompts that "
+        f"are answered exactly; {len(first['loss'])} prompts a cell, methods set for {first['multiple']:g}x."
     )
     return f"Its answers:{markdown_table(['method', *length_heads(lengths, entry['context_length'])], table, note)}"
 
