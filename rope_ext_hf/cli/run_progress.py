@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
 
-__all__ = ["shown_progress"]
-
 
 def shown_progress(workers: Workers | None = None) -> Progress:
     """Return a listener that shows the progress of runs on standard error, with a bar and the time left.
