@@ -176,12 +176,12 @@ def main() -> None:
     result = {
         "benchmark": "overhead",
         "dtype": name,
-        "heads": list(heads),
         "rows": rows,
         "patch_32_layers_ms": patch_milliseconds(),
     }
-    if arguments.model:
-        del result["heads"]
+    if not arguments.model:
+        result["heads"] = list(heads)
+    else:
         options = f"--layers {arguments.layers} " if arguments.layers else ""
         options += f"--tokens {arguments.tokens} --dtype {name}"
         result |= {"model": Path(arguments.model).name, "options": f" --model {Path(arguments.model).name} {options}"}

@@ -174,10 +174,8 @@ def _on_real_model_head() -> str:
 def _on_real_model_note() -> str:
     from docs.figures import gpu, real_models
 
-    novels, on_gpu = (
-        len(real_models.texts_of(real_models.merged_entries()[0])),
-        gpu.real_model(gpu.real_model_record())[2],
-    )
+    novels = len(real_models.texts_of(real_models.merged_entries()[0]))
+    on_gpu = gpu.real_model(gpu.real_model_record())[2]
     return (
         f"Perplexities are of {_real_model().name}, divided by that of the unpatched model with only "
         f"{_real_model().context_length:,} tokens before the same text: means over up to {novels} novels at "

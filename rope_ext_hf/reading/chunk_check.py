@@ -177,12 +177,17 @@ def _trial_by_layer(reader: ChunkedReader, ids: Tensor) -> tuple[Tensor | None, 
     except UnsupportedModelError:
         return None, None
     trial = replace(reader, chunk=_CHUNK, longest=1, layers=layers)
+    least, most = _bounds(model.dtype)
     for hidden, cache in _outputs_by_layer(trial, ids):
+        differences: dict[bool, float] = {}
         for finish in (True, False):
             trial.finish = finish
-            difference = _difference(trial.head_losses.logits(hidden), expected)
-            if difference <= _bounds(model.dtype)[1]:
-                return expected, _Trial(difference, finish, _safe_windows(model, cache), layers)
+            differences[finish] = _difference(trial.head_losses.logits(hidden), expected)
+            if differences[finish] <= least:
+                break  # the weights of the head need not come again
+        finish = min(differences, key=lambda each: differences[each])
+        if differences[finish] <= most:
+            return expected, _Trial(differences[finish], finish, _safe_windows(model, cache), layers)
     return expected, None
 
 

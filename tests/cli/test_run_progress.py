@@ -16,7 +16,7 @@ from tests.support.every_model import tiny
 
 
 def noted(model: Any, scorer: Any, capsys: pytest.CaptureFixture[str]) -> str:
-    """What is printed before the first pass of a measurement of perplexity."""
+    """Return what is printed before the first pass of a measurement of perplexity."""
     question = Perplexity(lengths=[32], max_spans=1, data="stdlib")
     plan = question.plan(model, tokenizer=load_tokenizer("reference"))
     progress = shown_progress()
