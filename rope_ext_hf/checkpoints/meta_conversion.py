@@ -144,7 +144,7 @@ class MetaExport(Conversion):
             raise CheckpointError(f"{where} it is an adapter; merge it into its model first")
         if PATCH_KEY in read_json(source.folder / "config.json"):
             raise CheckpointError(f"{where} it was saved with a patch; unpatch the model and save that")
-        self.source, self.llama, self.count = source, Llama.from_config(source.config, where), model_parallel
+        self.source, self.llama, self.count = source, Llama.from_config(source.class_config, where), model_parallel
         self.weights = {weight.meta: weight for weight in self.llama.weights(self.llama.generation.split)}
         _check_tensors(source, self.llama, self.weights.values())
         whole("model_parallel", model_parallel, error=CheckpointError)

@@ -22,6 +22,7 @@ from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import loading
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.config import PAIRING_KEY
+from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.geometry import checkpoint_geometry, patch_geometry
 from rope_ext_hf.patches.model_classes import class_to_load, empty_model
 
@@ -276,15 +277,16 @@ def weights_from_source(source: Source | MetaSource, path: str, *, trust_remote_
     model = source.model
 
     def load() -> PreTrainedModel:
-        if model is None:
-            model_type = source.tensors.model_type
+        model_type = source.tensors.model_type
+        if family(model_type).remote:
             raise CheckpointError(
                 f"transformers has no class that runs a {model_type!r} on a text: leave out the text, and the "
                 "weights alone are looked at"
             )
-        settings = {"config": source.config, "dtype": "auto", "trust_remote_code": trust_remote_code}
         with loading(f"the model in {path!r}"):
-            loaded: PreTrainedModel = class_to_load(source.config).from_pretrained(source.folder, **settings)
+            config = source.class_config
+            settings = {"config": config, "dtype": "auto", "trust_remote_code": trust_remote_code}
+            loaded: PreTrainedModel = class_to_load(config).from_pretrained(source.folder, **settings)
         return loaded
 
     return RotatedWeights(

@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.checkpoints.head_blocks import RowLayout, ScaleBlocks
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
+from rope_ext_hf.checkpoints.stated_config import stated_config
 from rope_ext_hf.checkpoints.weight_files import FORMATS, TORCH_DTYPES, TensorView, WeightFile
 from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES
 from rope_ext_hf.errors import CheckpointError
@@ -23,12 +24,11 @@ from rope_ext_hf.files import (
     resolve_inside,
 )
 from rope_ext_hf.hub import loading, model_folder
-from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, Adapter, find_adapter
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated, config_pairing, stated_rotary
-from rope_ext_hf.patches.geometry import checkpoint_geometry
+from rope_ext_hf.patches.geometry import checkpoint_geometry, rotary_of_usual_config
 from rope_ext_hf.patches.loading import load_config
 from rope_ext_hf.patches.model_classes import class_of_part, empty_model
 from rope_ext_hf.rotary.pairing import PAIRINGS
@@ -47,8 +47,9 @@ class Source:
         index: the index without its weight map; None: there is a single file.
         is_adapter: whether the weights are those of an adapter.
         adapter: the adapter; None: the weights are those of a model.
-        config: the config of the model, or of the model that the adapter was trained on.
-        model: the model on the meta device; None: transformers has no class of its family.
+        config: the config of the model, or of the model that the adapter was trained on. Where config.json alone
+            settles which rows rotate, it is one without the class of its family; `class_config` has that class.
+        model: the model on the meta device; None: config.json alone settles which rows rotate.
         rotary: the parameters of its rotary embedding.
         tensors: the rows that rotate in each of its tensors.
         expected: the modules whose rows rotate, as `tensors.locate` names them; empty for an adapter.
@@ -68,30 +69,45 @@ class Source:
         self.is_adapter = _names_adapter(next(iter(self.files)))
         self.inputs |= file_stamps([resolve_inside(folder, ADAPTER_CONFIG if self.is_adapter else "config.json")])
         self.adapter = find_adapter(folder) if self.is_adapter else None
-        self.config = _read_config(folder, self.adapter, trust_remote_code)
+        self._config_folder = _config_folder(folder, self.adapter)
+        self._trust_remote_code = trust_remote_code
+        with loading(f"the config of {str(self._config_folder)!r}"):
+            stated = _stated_config(self._config_folder)
+            self.config = self.class_config if stated is None else stated
         pairing = (self.adapter and self.adapter.pairing) or getattr(self.config, PAIRING_KEY, None)
         if pairing not in (None, *PAIRINGS):
             raise CheckpointError(f"{PAIRING_KEY} in {str(folder)!r} is {pairing!r}; known: {', '.join(PAIRINGS)}")
         self.model: PreTrainedModel | None = None
         with loading(f"the model that the config of {str(folder)!r} describes"):
-            text = self.config.get_text_config()
-            if (pattern := family(text.model_type).remote_attention) is not None:
-                check_sizes(self.config)
-                self.rotary = cast("Rotary", stated_rotary(self.config))  # the table has it for every such family
-                self.tensors = RotaryTensors(self.config, self.rotary.dim)
-                layers = range(len(self.tensors.layers))
-                expected = {f"{pattern.format(layer)}.{module}" for layer in layers for module in self.tensors.modules}
-            else:
-                from transformers import MODEL_MAPPING
-
-                part = text if type(text) in MODEL_MAPPING else self.config  # some text parts have no class
-                self.model = empty_model(part, trust_remote_code=trust_remote_code)
-                self.rotary = checkpoint_geometry(self.model)
-                self.tensors = RotaryTensors(self.config, self.rotary.dim, class_of_part(self.model, text))
-                held = map(self.tensors.held, self.model.state_dict())
-                expected = set[str]().union(*(modules for _, modules in filter(None, held)))
+            expected = self._read_class() if stated is None else self._read_stated()
         self.expected = set[str]() if self.is_adapter else expected
         self.pairing = pairing or config_pairing(self.config) or self.tensors.pairing
+
+    def _read_stated(self) -> set[str]:
+        """Read from a config that states everything what rotates, and return the modules whose rows do."""
+        check_sizes(self.config)
+        self.rotary = stated_rotary(self.config) or rotary_of_usual_config(self.config)
+        self.tensors = RotaryTensors(self.config, self.rotary.dim)
+        attention = str(family(self.config.model_type).attention)
+        layers = range(len(self.tensors.layers))
+        return {f"{attention.format(layer)}.{module}" for layer in layers for module in self.tensors.modules}
+
+    def _read_class(self) -> set[str]:
+        """Read from the class of the model what rotates, and return the modules whose rows do."""
+        from transformers import MODEL_MAPPING
+
+        text = self.config.get_text_config()
+        part = text if type(text) in MODEL_MAPPING else self.config  # some text parts have no class
+        self.model = empty_model(part, trust_remote_code=self._trust_remote_code)
+        self.rotary = checkpoint_geometry(self.model)
+        self.tensors = RotaryTensors(self.config, self.rotary.dim, class_of_part(self.model, text))
+        held = map(self.tensors.held, self.model.state_dict())
+        return set[str]().union(*(modules for _, modules in filter(None, held)))
+
+    @cached_property
+    def class_config(self) -> Any:
+        """The config of the model, or of the model that the adapter was trained on, in the class of its family."""
+        return load_config(self._config_folder, trust_remote_code=self._trust_remote_code)[0]
 
     @cached_property
     def view(self) -> TensorView:
@@ -185,20 +201,20 @@ def _names_adapter(file: str) -> bool:
     return file.startswith("adapter_model")
 
 
-def _read_config(folder: Path, adapter: Adapter | None, trust_remote_code: bool) -> Any:
-    """Return the config of the model, or of the model that an adapter was trained on."""
+def _config_folder(folder: Path, adapter: Adapter | None) -> Path:
+    """Return the folder with the config of the model, or of the model that an adapter was trained on."""
+    if adapter is None or (folder / "config.json").is_file():
+        return folder
+    return model_folder(adapter.base, weights=False)
+
+
+def _stated_config(folder: Path) -> Any | None:
+    """Return the config of a folder, where its config.json settles it; None: its class has to be asked."""
     from transformers.configuration_utils import PreTrainedConfig
 
-    where = folder
-    if adapter is not None and not (folder / "config.json").is_file():
-        where = model_folder(adapter.base, weights=False)
-    with loading(f"the config of {str(where)!r}"):
-        values, _ = PreTrainedConfig.get_config_dict(where)
-        check_stated(values)
-        model_type = values.get("model_type")
-        if isinstance(model_type, str) and family(model_type).remote_attention is not None:
-            return PreTrainedConfig(**values)  # without the code of its class, which comes with its checkpoints
-        return load_config(where, trust_remote_code=trust_remote_code)[0]
+    values, _ = PreTrainedConfig.get_config_dict(folder)
+    check_stated(values)
+    return stated_config(values)
 
 
 def _open_files(folder: Path, inputs: FileStamps) -> tuple[dict[str, WeightFile], dict[str, Any] | None]:

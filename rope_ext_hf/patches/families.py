@@ -72,7 +72,9 @@ class Family:
     unrotated: list[str] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
     config_keys: dict[str, list[ConfigNumber]] = field(default_factory=dict)
-    remote_attention: str | None = None
+    attention: str | None = None
+    own_head_dim: bool = False
+    remote: bool = False
     rope_types: list[str] | None = None
     angle_table: str | None = None
     learned_log_multiplier: str | None = None
@@ -145,10 +147,14 @@ def _read_table(parsed: Mapping[str, Any], name: str) -> Family:
 
 
 def _with_base(parsed: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the fields of a table, and those that it inherits from the table that its key `like` names."""
+    """Return the fields of a table, and those but `attention` that it takes over from the one that `like` names."""
     own = dict(parsed[name])
     base = own.pop("like", None)
-    return own if base is None else _with_base(parsed, base) | own
+    if base is None:
+        return own
+    taken_over = _with_base(parsed, base)
+    taken_over.pop("attention", None)
+    return taken_over | own
 
 
 def _alternatives(value: Any, read: Callable[[Any], Any]) -> list[Any]:

@@ -242,6 +242,6 @@ def class_pairing(config: Any, after: str | None = None) -> str | None:
     """
     stated = config_pairing(config, after)
     known = family(config.get_text_config().model_type)
-    if known.remote_attention is not None and stated != known.pairing:
+    if known.remote and stated != known.pairing:
         return None
     return stated

@@ -183,7 +183,19 @@ def rope_of_config(layers: AttentionLayers, slots: Sequence[Slot] = ()) -> tuple
 
 def rope_of_layers(config: Any, layer_type: LayerType) -> ConfigRope:
     """Return the rotary embedding of one layer type by a text config alone; see `read_rope` for errors."""
-    values = text_settings(config.to_dict())
+    return _rope_of_values(config, text_settings(config.to_dict()), layer_type)
+
+
+def rotary_of_usual_config(config: Any) -> Rotary:
+    """Return the rotary embedding that a patch of a model extends, by a config whose class need not be known.
+
+    The config has one rotary embedding for all layers, and its keys have their usual names; see `read_rope` for errors.
+    """
+    return base_rope_of_config(_rope_of_values(config, config.to_dict(), None), "own", None, config).rotary
+
+
+def _rope_of_values(config: Any, values: dict[str, Any], layer_type: LayerType) -> ConfigRope:
+    """Return the rotary embedding of one layer type by a text config and its values under their usual keys."""
     settings = rope_dict(config, layer_type)
     proportional = settings.get("rope_type") == "proportional"
     partial = values.get("partial_rotary_factor") or settings.get("partial_rotary_factor")

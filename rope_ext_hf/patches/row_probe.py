@@ -91,7 +91,7 @@ def run_pairing(config: Any, model_class: type[Any] | None = None) -> str | None
     """
     text = config.get_text_config()
     known = family(text.model_type)
-    if known.pairing is not None or known.remote_attention is not None:
+    if known.pairing is not None or known.remote:
         return class_pairing(config)
     try:
         plain = before_patches(text)

@@ -270,9 +270,7 @@ def test_a_pairing_comes_with_what_rotates(model_type: str) -> None:
     if known.pairing_switch:
         other = known_config(model_type, **{known.pairing_switch: False})
         assert config_pairing(other) == "half"
-        assert class_pairing(other) == (
-            "half" if known.remote_attention is None else None
-        )  # some of that code ignores the key
+        assert class_pairing(other) == (None if known.remote else "half")  # some of that code ignores the key
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_reads_rows_and_numbers() -> None:
         ("config_keys = { head_dim = [] }", "product"),
         ("config_keys = { head_dim = {} }", "missing .* 'product'"),
         ("config_keys = { head_dim = { sum = [1] } }", "unexpected keyword argument 'sum'"),
-        ("remote_attention = true", "remote_attention.*expected str, got bool"),
+        ("attention = true", "attention.*expected str, got bool"),
         ("rope_labels = {}", "rope_labels"),
     ],
 )
@@ -168,8 +168,11 @@ def test_the_values_of_a_table_are_possible_ones(entry: str) -> None:
     for number in chain.from_iterable(known.config_keys.values()):
         assert number.product
         assert all(isinstance(factor, str) or 0 < factor < float("inf") for factor in number.product)
-    if known.remote_attention is not None:
-        assert re.fullmatch(r"\w+\.\{\}\.\w+", known.remote_attention), "like 'layers.{}.self_attention'"
+    if known.attention is not None:
+        assert re.fullmatch(r"\w+\.\{\}\.\w+", known.attention), "like 'layers.{}.self_attention'"
+        assert known.rotated, "no class is there to be probed for the rows that rotate"
+    if known.remote:
+        assert known.attention is not None
         assert "rotary_dim" in known.config_keys, "there is no model from which it could be read"
 
 
@@ -288,16 +291,16 @@ def test_the_table_names_what_the_class_holds(entry: str) -> None:
 @pytest.mark.parametrize("model_type", families())
 def test_every_model_type_exists(model_type: str) -> None:
     """Or has code of its own: never both."""
-    if family(model_type).remote_attention is None:
+    if not family(model_type).remote:
         needs_family(model_type)
-    assert (model_type in transformers.CONFIG_MAPPING) == (family(model_type).remote_attention is None), (
+    assert (model_type in transformers.CONFIG_MAPPING) == (not family(model_type).remote), (
         f"[{model_type}] in patches/families.toml must be the model_type of a config of transformers; a family whose "
-        "code comes with its checkpoints states `remote_attention`, and no other does"
+        "code comes with its checkpoints states `remote`, and no other does"
     )
 
 
 def test_every_pairing_of_the_table_is_one_that_is_tested() -> None:
-    stated = {name: known.pairing for name, known in families().items() if known.pairing and not known.remote_attention}
+    stated = {name: known.pairing for name, known in families().items() if known.pairing and not known.remote}
     assert stated == {name: PAIRINGS.get(name) for name in stated}
 
 

@@ -420,7 +420,7 @@ PAIRINGS: dict[str, str] = {
 WITH_A_CLASS = [
     name
     for name in dict.fromkeys([*families(), *PAIRINGS])
-    if family(name).remote_attention is None and (name in transformers.CONFIG_MAPPING or not OLDER)
+    if not family(name).remote and (name in transformers.CONFIG_MAPPING or not OLDER)
 ]
 """Families that transformers has a class of; the others are in test_row_layouts_chatglm.py."""
 ROTATING = [name for name in WITH_A_CLASS if name in PAIRINGS and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
@@ -469,7 +469,7 @@ def modeling(model_type: str) -> Any:
 
 def known_config(model_type: str, **overrides: Any) -> Any:
     """A small config of any family of the table; keys that it does not know are left out."""
-    if family(model_type).remote_attention is not None:
+    if family(model_type).remote:
         return transformers.PreTrainedConfig(**own_config(model_type, **overrides))
     needs_family(model_type)
     cls = transformers.CONFIG_MAPPING[model_type]
