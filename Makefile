@@ -33,12 +33,13 @@ test-slow: .venv/ready
 	$(PYTEST) -m slow
 
 # The fast tests on the newest releases of all that this package depends on, as `pip install` brings them today. torch is
-# pinned here, because its newest release brings CUDA along; TORCH="--upgrade torch" takes that one.
+# pinned here, because its newest release brings CUDA along; TORCH="--upgrade torch" takes that one. TESTS: folders, all of
+# them by default.
 TORCH ?= torch==2.13.0
 NEWEST := transformers accelerate peft trl lm-eval datasets safetensors huggingface_hub typer rich
 test-newest: build/newest/ready
 	build/newest/bin/pip install -q --upgrade $(TORCH) $(NEWEST) -e '.[eval,dev]'
-	OMP_NUM_THREADS=1 build/newest/bin/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow"
+	OMP_NUM_THREADS=1 build/newest/bin/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow" $(TESTS)
 
 # The releases that test-newest would take and that are newer than those pinned; nothing where there are none.
 newer-releases: .venv/ready
