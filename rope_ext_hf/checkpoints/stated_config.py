@@ -14,7 +14,7 @@ from rope_ext_hf.patches.patch_records import PATCH_KEY
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
-_ROPE_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3"})
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 """Rope types that every class reads alike; Phi-3 reads others than these in a way of its own."""
 
 
@@ -48,18 +48,17 @@ def stated_config(values: Mapping[str, Any]) -> Any | None:
 
 def _rope_parameters(values: Mapping[str, Any], known: Family) -> dict[str, Any] | None:
     """Return the rope settings of a config.json, as transformers 5 writes them; None: its class has to be asked."""
-    stated = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    stated = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(stated, Mapping) or any(isinstance(value, Mapping) for value in stated.values()):
         return None  # settings for each layer type
     rope = dict(stated)
     rope_type = rope.setdefault("rope_type", rope.pop("type", "default"))
-    partial = values.get("partial_rotary_factor")
-    if partial is not None:
-        rope.setdefault("partial_rotary_factor", partial)
     theta = rope.setdefault("rope_theta", values.get("rope_theta"))
-    is_read_alike = rope_type in (_ROPE_TYPES if known.rope_types is None else _ROPE_TYPES & {*known.rope_types})
-    is_complete = isinstance(theta, (int, float)) and not isinstance(theta, bool)
-    return rope if is_read_alike and is_complete else None
+    accepted = [each for each in _ROPE_TYPES if each in (known.rope_types or _ROPE_TYPES)]
+    if rope_type not in accepted or not isinstance(theta, (int, float)) or isinstance(theta, bool):
+        return None
+    partial = [each.get("partial_rotary_factor") for each in (values, rope)]
+    return rope if all(share in (None, 1) for share in partial) else None  # which some classes read, and others do not
 
 
 def _is_count(value: Any) -> bool:

@@ -118,6 +118,13 @@ def test_a_folder_is_read_as_with_its_class(tmp_path: Path, model_type: str, for
         check_alike(tmp_path, {key: value for key, value in values.items() if key != "head_dim"})
 
 
+def test_of_two_statements_transformers_takes_rope_scaling(tmp_path: Path) -> None:
+    build_known("llama").save_pretrained(tmp_path)
+    scaling = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    check_alike(tmp_path, values_of(tmp_path) | scaling | {"rope_theta": 7000.0})
+    assert Source(tmp_path).rotary.own is not None
+
+
 @pytest.mark.parametrize("model_type", ["mistral", "mixtral", "qwen2", "phi3"])
 def test_a_window_in_all_layers_changes_nothing(tmp_path: Path, model_type: str) -> None:
     build_known(model_type, sliding_window=8).save_pretrained(tmp_path)
@@ -154,6 +161,8 @@ def test_weights_are_judged_as_with_the_class(tmp_path: Path, name: str) -> None
         {"rope_scaling": {"type": "longrope"}},
         {"rope_scaling": {"rope_type": "rope_ext_hf/ntk"}},
         {"rope_scaling": [2.0]},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
         {"model_type": "phi3", "rope_scaling": {"type": "yarn", "factor": 4.0}},
         {"rope_ext_hf": {"method": "yarn"}},
