@@ -239,7 +239,8 @@ class ChunkedReader:
         assert layers is not None
         cache = self.empty_cache(max(map(len, texts)), by_layer=True)
         decode = partial(self._decode, cache)
-        read = layers.read(decode, texts, cache, self.chunk, self.place or self._place(texts, cache, layers))
+        place, ahead = self._place(texts, cache, layers)
+        read = layers.read(decode, texts, cache, self.chunk, self.place or place, ahead=ahead)
         results = []
         with loaded_once([*layers.outside, *self.head.modules()]):
             for number in range(len(texts)):
@@ -248,12 +249,17 @@ class ChunkedReader:
                 results.append(layers.finish(decode, text, cache, partial(use, number), first=begin))
         return results
 
-    def _place(self, texts: Sequence[Tensor], cache: SpanCache, layers: LayerReader) -> Place:
-        """Return where the hidden states of texts, (tokens,) int64 each, wait between two layers."""
+    def _place(self, texts: Sequence[Tensor], cache: SpanCache, layers: LayerReader) -> tuple[Place, bool]:
+        """Return where hidden states wait between two layers, and whether offloaded weights come one layer ahead.
+
+        `texts`: the texts that are read together, (tokens,) int64 each.
+        """
         assert cache.shared is not None  # read layer by layer
-        tokens, coming = sum(map(len, texts)), layers.coming_bytes - cache.shared.bytes
-        config, device = self.model.config.get_text_config(), texts[0].device
-        return place_of_states(config, tokens, cache.capacity, self.model.dtype, device, coming=coming)
+        ways = (True, False)
+        coming = [layers.coming_bytes(ahead=ahead) - cache.shared.bytes for ahead in ways]
+        config, device, tokens = self.model.config.get_text_config(), texts[0].device, sum(map(len, texts))
+        place, way = place_of_states(config, tokens, cache.capacity, self.model.dtype, device, coming=coming)
+        return place, ways[way]
 
     def last_logits(self, ids: Tensor, count: int) -> Tensor:
         """Return the logits after each of the last `count` tokens of a text, (count, vocabulary) float32.

@@ -35,10 +35,12 @@ class LayerWeights(NamedTuple):
         layers = tuple(_count(layer) for layer in _layers(model))
         return cls(_count(model) - sum(layers), layers)
 
-    @property
-    def least(self) -> int:
-        """The most weights on the device if every layer comes while the one before it computes."""
-        return self.outside + sum(sorted(self.layers)[-2:])
+    def least(self, *, ahead: bool = True) -> int:
+        """Return the most weights that are on the device at the same time, if no layer stays there.
+
+        `ahead`: whether each layer comes while the one before it computes, so that those of two are there.
+        """
+        return self.outside + sum(sorted(self.layers)[-2 if ahead else -1 :])
 
 
 def layer_map(model: PreTrainedModel, room: int, main: int, width: int, device: torch.device) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def layer_map(model: PreTrainedModel, room: int, main: int, width: int, device: 
     """
     weights = LayerWeights.of(model)
     here: Any = "cpu" if device.type == "cpu" else device.index or 0 if device.type == "cuda" else str(device)
-    free = {here: room - weights.least * width}
+    free = {here: room - weights.least() * width}
     if here != "cpu":
         free["cpu"] = main
     layers, places = _layers(model), {}

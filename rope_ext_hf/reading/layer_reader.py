@@ -140,14 +140,13 @@ class LayerReader:
         inside = {module for layers in self._lists for module in layers.modules()}
         return [module for module in self._decoder.modules() if module not in inside]
 
-    @property
-    def coming_bytes(self) -> int:
-        """The most bytes of offloaded weights that are on the device at the same time while texts are read.
+    def coming_bytes(self, *, ahead: bool) -> int:
+        """Return the most bytes of offloaded weights that are on the device at the same time while texts are read.
 
-        They are those of two layers, and of all that is outside of the layers.
+        They are those of all that is outside of the layers, and of two layers, or of one without `ahead`.
         """
         layers = sorted(offloaded_bytes(layer) for layers in self._lists for layer in layers)
-        return offloaded_bytes(self._decoder) - sum(layers[:-2])
+        return offloaded_bytes(self._decoder) - sum(layers[: -2 if ahead else -1])
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -169,7 +168,14 @@ class LayerReader:
         self._others = others
 
     def read(
-        self, decode: Callable[..., Tensor], ids: Sequence[Tensor], cache: SpanCache, chunk: int, place: Place
+        self,
+        decode: Callable[..., Tensor],
+        ids: Sequence[Tensor],
+        cache: SpanCache,
+        chunk: int,
+        place: Place,
+        *,
+        ahead: bool,
     ) -> list[_Text]:
         """Read texts up to the output of the last layer.
 
@@ -180,13 +186,14 @@ class LayerReader:
             cache: a cache whose layers share the memory of one.
             chunk: the number of tokens that go through a layer at a time.
             place: where the hidden states wait between two layers.
+            ahead: whether the offloaded weights of the next layer come while one computes.
         """
         texts = []
         with loaded_once(self.outside):
             for ids_of_text in ids:
                 texts.append(self._begin(decode, ids_of_text, cache, chunk, place))
         layers = [call.layer for call in texts[0].chunks[0].calls]
-        with LayersInTurn(layers) as weights:
+        with LayersInTurn(layers, ahead=ahead) as weights:
             for index in range(len(layers)):
                 with weights.loaded(index):
                     for text in texts:

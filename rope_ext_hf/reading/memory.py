@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -109,8 +110,8 @@ def waiting_bytes(config: Any, tokens: int, width: int = 2) -> int:
 
 
 def place_of_states(
-    config: Any, tokens: int, longest: int, dtype: torch.dtype, device: torch.device, *, coming: int
-) -> Place:
+    config: Any, tokens: int, longest: int, dtype: torch.dtype, device: torch.device, *, coming: Sequence[int]
+) -> tuple[Place, int]:
     """Return where the hidden states of texts wait between two layers: in the first place that has room for them.
 
     Args:
@@ -120,14 +121,22 @@ def place_of_states(
         dtype: the dtype of the hidden states.
         device: the device that reads.
         coming: the bytes that other tensors will take on the device, those of `longest` and of a chunk not counted:
-            offloaded weights, less what is allocated already.
+            offloaded weights, less what is allocated already. There is a number for each way in which these weights can
+            come, the fastest first.
+
+    Returns:
+        The place, and the way for which there is room, by its index.
     """
     width = torch.finfo(dtype).bits // 8
     states, waiting = state_bytes(config, tokens, width), waiting_bytes(config, tokens, width)
-    others = _one_layer_bytes(config, longest, width=width) + sum(budgets(device)) + coming
-    if waiting + others <= available(device):
-        return "device"
-    return "memory" if device.type != "cpu" and states <= _MAIN_SHARE * available(_CPU) else "disk"
+    others = _one_layer_bytes(config, longest, width=width) + sum(budgets(device))
+    left = [available(device) - others - each for each in coming]
+    for way, free in enumerate(left):
+        if waiting <= free:
+            return "device", way
+    in_main = device.type != "cpu" and states <= _MAIN_SHARE * available(_CPU)
+    way = next((way for way, free in enumerate(left) if free >= 0), len(left) - 1)
+    return "memory" if in_main else "disk", way
 
 
 def cached_layers(config: Any) -> list[_LayerMemory]:
@@ -197,8 +206,9 @@ class MemoryEstimate:
             sin.
         in_main: the hidden states of one span that wait in main memory.
         on_disk: the hidden states of one span that wait in a file.
-        fetched: weights that wait in main memory or on disk, and come to the device layer by layer. Those of two layers
-            count as `weights`, because the next layer comes while one computes.
+        fetched: weights that wait in main memory or on disk, and come to the device layer by layer.
+        ahead: whether the weights of the next layer come while one computes, so that those of two layers count as
+            `weights`. Otherwise there is room for those of one.
     """
 
     weights: int
@@ -211,6 +221,7 @@ class MemoryEstimate:
     in_main: int = 0
     on_disk: int = 0
     fetched: int = 0
+    ahead: bool = True
 
     @property
     def total(self) -> int:
@@ -249,8 +260,8 @@ class MemoryEstimate:
         if self.offloaded:
             text += f"; and {size_text(self.offloaded)} of main memory"
         if self.fetched:
-            text += f"; and {size_text(self.fetched)} of weights in main memory or on disk, read layer by layer: "
-            text += "the next one while one computes"
+            when = ": the next one while one computes" if self.ahead else ""
+            text += f"; and {size_text(self.fetched)} of weights in main memory or on disk, read layer by layer{when}"
         if self.moved:
             where = f"in a file in {disk_folder()}" if self.on_disk else "in main memory"
             text += f"; and {size_text(self.moved)} of hidden states {where}"
@@ -384,11 +395,13 @@ def _moved(
     ways = [needed]
     if fetch:
         weights = LayerWeights.of(model)
-        least = weights.least * needed.weights // (weights.outside + sum(weights.layers))
-        ways.append(replace(needed, weights=least, fetched=needed.weights - least))
+        for ahead in (True, False):
+            least = weights.least(ahead=ahead) * needed.weights // (weights.outside + sum(weights.layers))
+            ways.append(replace(needed, weights=least, fetched=needed.weights - least, ahead=ahead))
     states = state_bytes(model.config.get_text_config(), longest, torch.finfo(dtype).bits // 8)
     places = ("on_disk",) if device.type == "cpu" else ("in_main", "on_disk")
-    moved = [replace(way, waiting=way.waiting - states, **{place: states}) for place in places for way in ways]
+    elsewhere: list[dict[str, Any]] = [{place: states} for place in places]
+    moved = [replace(way, waiting=way.waiting - states, **where) for where in elsewhere for way in ways]
     return ways[1:] + moved
 
 

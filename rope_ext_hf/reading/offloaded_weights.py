@@ -1,7 +1,8 @@
 """Weights that accelerate keeps in main memory or on disk, and brings to a device for each call of their module.
 
-Texts that are read layer by layer need the weights of each layer once (`LayersInTurn`). A thread reads those of the
-next layer while one computes. It reads values alone; modules are changed in the thread that computes.
+Texts that are read layer by layer need the weights of each layer once (`LayersInTurn`). If there is room for two
+layers, a thread reads those of the next one while one computes. It reads values alone; modules are changed in the
+thread that computes.
 """
 
 from __future__ import annotations
@@ -62,10 +63,12 @@ class LayersInTurn:
 
     Args:
         layers: the layers, in the order in which they compute. Those without offloaded weights stay as they are.
+        ahead: False: there is no thread, and the weights of a layer are read when the one before it has computed.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], *, ahead: bool = True) -> None:
         self._layers = layers
+        self._ahead = ahead
         self._thread = ThreadPoolExecutor(1, "next-layer")
         self._stopped = Event()
         self._coming: Future[_Values] | None = None
@@ -104,7 +107,7 @@ class LayersInTurn:
 
     def _begin(self, index: int) -> None:
         """Begin to read the weights of a layer in the thread; `index`: its place, beyond the last one for none."""
-        wanted = [each for layer in self._layers[index : index + 1] for each in _wanted(layer)]
+        wanted = [each for layer in self._layers[index : index + 1] for each in _wanted(layer)] if self._ahead else []
         if not wanted:
             return
         # They take the memory of the previous layer, which the device may not have computed yet.

@@ -269,11 +269,11 @@ def test_places_of_weights() -> None:
     weights = LayerWeights.of(model)
     layer = weights.layers[0]
     assert weights.outside + sum(weights.layers) == model.num_parameters()
-    places = layer_map(model, 4 * (weights.least + layer), 4 * 2 * layer, 4, torch.device("cuda", 1))
+    places = layer_map(model, 4 * (weights.least() + layer), 4 * 2 * layer, 4, torch.device("cuda", 1))
     by_layer = [places.pop(f"model.layers.{index}") for index in range(5)]
     assert by_layer == [1, "cpu", "cpu", "disk", "disk"]
     assert places == dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], 1)
-    on_cpu = layer_map(model, 4 * (weights.least + layer), 4 * 2 * layer, 4, torch.device("cpu"))
+    on_cpu = layer_map(model, 4 * (weights.least() + layer), 4 * 2 * layer, 4, torch.device("cpu"))
     assert [on_cpu[f"model.layers.{index}"] for index in range(5)] == ["cpu", "disk", "disk", "disk", "disk"]
 
 

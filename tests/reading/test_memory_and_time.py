@@ -105,6 +105,28 @@ def test_losses_of_a_model_that_is_larger_than_its_device(memory: dict[str, int]
     assert layers[-1] == "disk"
 
 
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_room_for_one_layer_is_enough(memory: dict[str, int], device: torch.device) -> None:
+    model = on_meta("llama", num_hidden_layers=20, hidden_size=4096, intermediate_size=16384, vocab_size=1000)
+    layer = sum(p.numel() * 4 for p in model.model.layers[0].parameters())
+    memory["cpu"] = memory["cuda"] = model.num_parameters() * 2
+    how: dict[str, Any] = {"by_layer": True, "fetch": True}
+    two = check_memory(model, 256, torch.float32, device, **how)
+    assert two.ahead
+    memory[device.type] = two.total - layer // 2
+    one = check_memory(model, 256, torch.float32, device, **how)
+    assert not one.ahead
+    assert two.weights - one.weights == one.fetched - two.fetched == layer
+    assert "read layer by layer" in str(one)
+    assert "the next one while one computes" not in str(one)
+    places = weight_places(model, one, torch.float32, device)
+    assert places is not None
+    assert ("cpu" if device == CPU else 0) not in {places[f"model.layers.{index}"] for index in range(20)}
+    memory[device.type] = two.total - 2 * layer
+    with pytest.raises(rope.CheckpointError):
+        check_memory(model, 256, torch.float32, device, **how)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "glm", "gpt_neox"])
 def test_operations_are_those_counted_by_torch(name: str) -> None:
     model = build(name, attn_implementation="eager")

@@ -177,7 +177,7 @@ def test_the_next_layer_is_read_while_one_computes(tmp_path: Path) -> None:
     weights = len(list(layers[0].parameters()))
     of_layer, of_decoder = (sum(p.nbytes for p in part.parameters()) for part in (layers[0], model.model))
     assert scorer.reader.layers is not None
-    assert scorer.reader.layers.coming_bytes == of_decoder - 2 * of_layer
+    assert scorer.reader.layers.coming_bytes(ahead=True) == of_decoder - 2 * of_layer
     read: Counter[int] = Counter()
     has_read = threading.Condition()
     in_memory, waited = [], []
@@ -203,6 +203,31 @@ def test_the_next_layer_is_read_while_one_computes(tmp_path: Path) -> None:
     assert waited
     assert all(waited)
     assert set(in_memory) == {0, 1}  # beside the one that is being read
+
+
+def test_without_room_for_two_layers_they_come_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = TokenScorer(build("llama", num_hidden_layers=4), chunk=CHUNK).losses(tokens(150), 5)
+    model = offloaded(build("llama", num_hidden_layers=4), "disk", tmp_path)
+    layers, weights = model.model.layers, len(list(model.model.layers.parameters()))
+    scorer = TokenScorer(model, chunk=CHUNK)
+    others: list[nn.Module] = []  # layers that are there while another one is read
+    read: list[str] = []
+
+    def seen(path: str, value: Tensor) -> None:
+        if ".layers." in path:
+            index = int(path.split(".")[2])
+            rest = [*layers[:index], *layers[index + 1 :]]
+            others.extend(layer for layer in rest if not next(layer.parameters()).is_meta)
+            read.append(path)
+
+    for free, room_for in ((10**12, 2), (0, 1)):
+        monkeypatch.setattr("rope_ext_hf.reading.memory.available", lambda device, free=free: free)
+        others.clear()
+        read.clear()
+        with watched(model, seen):
+            assert torch.equal(scorer.losses(tokens(150), 5), expected)
+        assert len(set(read)) == len(read) == weights
+        assert bool(others) == (room_for == 2)
 
 
 class Failed(BaseException):

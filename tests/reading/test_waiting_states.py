@@ -20,7 +20,7 @@ from rope_ext_hf.hub import load_empty
 from rope_ext_hf.reading import memory as reading_memory
 from rope_ext_hf.reading import waiting_states
 from rope_ext_hf.reading.documents import Tokens
-from rope_ext_hf.reading.memory import check_memory, estimate_memory, place_of_states, state_bytes
+from rope_ext_hf.reading.memory import check_memory, estimate_memory, place_of_states, state_bytes, waiting_bytes
 from rope_ext_hf.reading.operations import moving_seconds
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.waiting_states import Place, WaitingStates, measure_moving
@@ -149,7 +149,7 @@ def test_states_wait_where_there_is_room(free: dict[str, int], device: torch.dev
 
     def checked() -> tuple[Any, Place]:
         needed = check_memory(model, longest, torch.float32, device, **how)
-        place = place_of_states(model.config, longest, longest, torch.float32, device, coming=needed.weights)
+        place, _ = place_of_states(model.config, longest, longest, torch.float32, device, coming=[needed.weights])
         assert (needed.place, needed.fetched) == (place, 0)
         return needed, place
 
@@ -186,7 +186,26 @@ def test_weights_are_fetched_before_states_are_moved(free: dict[str, int]) -> No
     free["cpu"] = whole.total - whole.weights // 20 * 18 - whole.waiting // 2
     needed = check_memory(model, longest, torch.float32, CPU, by_layer=True, fetch=True)
     assert needed.fetched
+    assert not needed.moved
+    assert not needed.ahead  # one layer at a time, which costs less than moving states to disk
+    free["cpu"] = whole.total - whole.weights // 20 * 19 - whole.waiting // 2
+    needed = check_memory(model, longest, torch.float32, CPU, by_layer=True, fetch=True)
+    assert needed.fetched
     assert needed.on_disk == longest * 4096 * 4
+
+
+@pytest.mark.parametrize(
+    ("left", "place", "way"),
+    [(30, "device", 0), (15, "device", 1), (5, "memory", 0), (-5, "memory", 1), (-50, "memory", 1)],
+)
+def test_states_are_moved_last(free: dict[str, int], left: int, place: Place, way: int) -> None:
+    """`left`: the gigabytes that are free beside the weights of two layers; one takes 10 less, the states take 20."""
+    model = build("llama")
+    longest = 20 * GB // waiting_bytes(model.config, 1, 4)
+    with_two = estimate_memory(model, longest, device=GPU, by_layer=True)
+    free["cuda"] = with_two.cache + with_two.working + with_two.logits + 100 * GB + left * GB
+    coming = [100 * GB, 90 * GB]
+    assert place_of_states(model.config, longest, longest, torch.float32, GPU, coming=coming) == (place, way)
 
 
 def test_the_time_of_moving_states(free: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
