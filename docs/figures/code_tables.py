@@ -174,12 +174,14 @@ def _on_real_model_head() -> str:
 def _on_real_model_note() -> str:
     from docs.figures import gpu, real_models
 
-    novels = len(real_models.texts_of(real_models.merged_entries()[0]))
+    entry = real_models.merged_entries()[0]
+    lengths = " and ".join([f"{each:g}x" for each in (2, *real_models.further_multiples(entry))])
     on_gpu = gpu.real_model(gpu.real_model_record())[2]
     return (
         f"Perplexities are of {_real_model().name}, divided by that of the unpatched model with only "
-        f"{_real_model().context_length:,} tokens before the same text: means over up to {novels} novels at "
-        f"2x, and {on_gpu} at 4x and 8x; a dash was not measured."
+        f"{_real_model().context_length:,} tokens before the same text: means over up to "
+        f"{len(real_models.texts_of(entry))} novels at {lengths}, and {on_gpu} novels where a GPU alone has measured; "
+        "a dash was not measured."
     )
 
 

@@ -54,35 +54,6 @@ def gpu_measured() -> str:
     return "".join(text) or "\nNothing was measured on a GPU yet.\n"
 
 
-@figure
-def gpu_line() -> str:
-    """Return the sentence of the README on a real model, at twice and four times its trained length."""
-    record = real_model_record()
-    name, trained, texts = real_model(record)
-    (short, twice, further), (_, dca_twice, dca_further) = _values(record, "unpatched", "dca")
-    return (
-        f"{name}, trained at {trained:,} tokens, reads {2 * trained:,} and {4 * trained:,} with `dca`: perplexity "
-        f"{dca_twice} and {dca_further} on {texts} novels. Unpatched it is {twice} and {further}, and {short} at "
-        f"{trained:,} (measured on one {record['device']})."
-    )
-
-
-@figure
-def real_model_choice() -> str:
-    """Return the perplexities by which docs/choosing.md recommends a method without training."""
-    record = real_model_record()
-    name, trained, texts = real_model(record)
-    methods = ("dca", "dynamic-self-extend", "self-extend", "rerope")
-    unpatched, *values = _values(record, "unpatched", *methods)
-    patched = ", ".join(
-        f"`{method}` {twice} and {further}" for method, (_, twice, further) in zip(methods, values, strict=True)
-    )
-    return (
-        f"Perplexity of {name} on {texts} novels at {2 * trained:,} and {4 * trained:,} tokens: unpatched "
-        f"{unpatched[1]} and {unpatched[2]} ({unpatched[0]} at {trained:,}), {patched}"
-    )
-
-
 def real_model_record() -> Row:
     """Return the first record in which a real model was measured."""
     return next(record for record in records() if record["measured"] and "unpatched" in losses(record))
@@ -93,16 +64,6 @@ def real_model(record: Row) -> tuple[str, int, int]:
     description = results(record, "real model")[0]
     trained = description["trained"]
     return description["model"].partition(".")[0], trained, len(losses(record)["unpatched"][trained])
-
-
-def _values(record: Row, *methods: str) -> list[tuple[str, ...]]:
-    """Return for methods the perplexities at one, two and four times the trained length, as text."""
-    _, trained, _ = real_model(record)
-    rows = []
-    for method in methods:
-        values = [perplexity(losses(record)[method][multiple * trained]) for multiple in (1, 2, 4)]
-        rows.append(tuple([f"{value:.1f}" if value < 100 else f"{value:,.0f}" for value in values]))
-    return rows
 
 
 def measured_rows() -> list[list[Any]]:

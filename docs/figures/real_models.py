@@ -31,14 +31,21 @@ def with_short_losses(entry: Row) -> Row:
     """Return an entry with what each row is compared with, and its dtype.
 
     These are the losses of the model as loaded on the same targets when it reads no more than its context length, by
-    length. Up to the context length it reads all of the text before them.
+    length. Up to the context length it reads all of the text before them. Rounding differs with the length that is
+    read, so that rows are compared with that of the same multiple where there is one.
     """
     length = str(entry["context_length"])
-    short: dict[str, Row] = defaultdict(dict)
+    unpatched = [row for row in entry["texts"] if row["method"] == "unpatched"]
+    short: dict[tuple[str, float], Row] = defaultdict(dict)
+    for read in unpatched:
+        short[read["text"], read["multiple"]] = {length: read["loss"][length]} | read.get("recent", {})
+    smallest = {row["text"]: row["multiple"] for row in sorted(unpatched, key=lambda row: -row["multiple"])}
+    rows_with_short = []
     for row in entry["texts"]:
-        if row["method"] == "unpatched":
-            short[row["text"]] |= {length: row["loss"][length]} | row.get("recent", {})
-    return entry | {"texts": [row | {"dtype": entry["dtype"], "short": short[row["text"]]} for row in entry["texts"]]}
+        text = row["text"]
+        compared = short[text, smallest[text]] | short[text, row["multiple"]] if text in smallest else {}
+        rows_with_short.append(row | {"dtype": entry["dtype"], "short": compared})
+    return entry | {"texts": rows_with_short}
 
 
 def merged_entries() -> list[Row]:
@@ -63,6 +70,12 @@ def first_multiple(entry: Row) -> float:
     """Return the smallest multiple of the context length that methods were set for."""
     smallest: float = min(row["multiple"] for row in entry["texts"])
     return smallest
+
+
+def further_multiples(entry: Row) -> list[float]:
+    """Return the larger multiples that methods were set for with enough texts for an interval."""
+    multiples = sorted({row["multiple"] for row in entry["texts"]} - {first_multiple(entry)})
+    return [multiple for multiple in multiples if len(rows(entry, "unpatched", multiple)) >= FEWEST]
 
 
 def rows(entry: Row, method: str, multiple: float) -> list[Row]:
@@ -152,28 +165,38 @@ def chosen_real_models() -> str:
 
 def _ratio_table(entry: Row) -> str:
     context_length, texts, multiple = entry["context_length"], texts_of(entry), first_multiple(entry)
-    scales = [scale for scale in (1.0, 1.5, 2.0) if scale <= multiple]
-    lengths = [int(scale * context_length) for scale in scales]
+    columns = [(multiple, scale) for scale in (1.0, 1.5, 2.0) if scale <= multiple]
+    by_first = len(columns)
+    columns += [(further, further) for further in further_multiples(entry)]
     by_method = {
-        method: [rise(entry, method, multiple, length) for length in lengths]
+        method: [rise(entry, method, set_for, int(scale * context_length)) for set_for, scale in columns]
         for method in dict.fromkeys(row["method"] for row in entry["texts"])
     }
-    table = [["unpatched", *map(_ratio_cell, by_method["unpatched"]), str(len(rows(entry, "unpatched", multiple)))]]
-    best_first = sorted(by_method.keys() - {"unpatched"}, key=lambda method: by_method[method][-1].value)
-    for method in best_first:
-        cells = map(_ratio_cell, by_method[method])
-        table.append([f"`{method}`", *cells, str(len(rows(entry, method, multiple)))])
-    heads = [f"{length:,} tokens ({scale:g}x)" for length, scale in zip(lengths, scales, strict=True)]
+    best_first = sorted(by_method.keys() - {"unpatched"}, key=lambda method: by_method[method][by_first - 1].value)
+    table = []
+    for method in ["unpatched", *best_first]:
+        name = method if method == "unpatched" else f"`{method}`"
+        read = len(rows(entry, method, multiple))
+        cells = [_ratio_cell(change) for change in by_method[method]]
+        for index, (set_for, _) in enumerate(columns[by_first:], by_first):
+            if (fewer := len(rows(entry, method, set_for))) not in (0, read):
+                cells[index] += f", {counted(fewer, 'novel')}"
+        table.append([name, *cells, str(read)])
+    heads = [f"{int(scale * context_length):,} tokens ({scale:g}x)" for _, scale in columns]
+    factors = f"the factor {multiple:g}" + "".join([f", and {each:g} at {each:g}x" for each, _ in columns[by_first:]])
     by_dtype: dict[str, dict[str, None]] = defaultdict(dict)
     for row in entry["texts"]:
-        by_dtype[row["dtype"]][row["method"]] = None
+        if row["multiple"] == multiple:
+            by_dtype[row["dtype"]][row["method"]] = None
     dtypes = "; ".join([f"{', '.join(methods)} in {dtype}" for dtype, methods in by_dtype.items()])
     measured = dtypes if len(by_dtype) > 1 else f"in {entry['dtype']}"
+    for further, _ in columns[by_first:]:
+        measured += f"; at {further:g}x in {rows(entry, 'unpatched', further)[0]['dtype']}"
     size = f"{entry['parameters'] / 1e6:,.0f} million parameters, context length {context_length:,}"
     about = (
         f"**{entry['model']}** ({size}) on {counted(len(texts), 'novel')}: perplexity divided by that of the unpatched "
         f"model when it reads no more than {context_length:,} tokens before the same text, with its 95% interval over "
-        f"novels where at least {FEWEST} were read. Static methods have the factor {multiple:g}. Measured {measured}."
+        f"novels where at least {FEWEST} were read. Static methods have {factors}. Measured {measured}."
     )
     return f"\n\n{about}\n{markdown_table(['method', *heads, 'novels'], table)}\n\n"
 
@@ -190,6 +213,51 @@ def _ratio_cell(change: Estimate | None) -> str:
 def _ratio_text(nats: float) -> str:
     ratio = math.exp(nats)
     return f"{ratio:.3f}" if ratio < 10 else f"{ratio:.3g}"
+
+
+@figure
+def real_model_line() -> str:
+    """Return the sentence of the README on a real model, at twice and four times its context length."""
+    entry = _read_furthest()
+    context_length, texts = entry["context_length"], len(rows(entry, "dca", 4))
+    (dtype,) = {row["dtype"] for row in rows(entry, "dca", 4)}
+    return (
+        f"{entry['model']}, trained at {context_length:,} tokens, reads {2 * context_length:,} and "
+        f"{4 * context_length:,} with `dca`: on {texts} novels, its perplexity is {_at_twice_and_four_times('dca')} "
+        f"times that of the unpatched model with only {context_length:,} tokens before the same text. Unpatched it is "
+        f"{_at_twice_and_four_times('unpatched')} times as high (measured on a CPU in {dtype})."
+    )
+
+
+@figure
+def real_model_choice() -> str:
+    """Return the numbers by which docs/choosing.md recommends a method without training."""
+    entry = _read_furthest()
+    context_length = entry["context_length"]
+    methods = dict.fromkeys(row["method"] for row in entry["texts"] if row["multiple"] == 4)
+    best_first = sorted(methods, key=lambda method: rise(entry, method, 4, 4 * context_length).value)
+    listed = ", ".join(
+        f"{'unpatched' if method == 'unpatched' else f'`{method}`'} {_at_twice_and_four_times(method)}"
+        for method in best_first
+    )
+    texts = len(rows(entry, "unpatched", 4))
+    return (
+        f"Perplexity of {entry['model']} at {2 * context_length:,} and {4 * context_length:,} tokens, divided by that "
+        f"of the unpatched model with only {context_length:,} tokens before the same text, on {texts} novels: {listed}"
+    )
+
+
+def _read_furthest() -> Row:
+    """Return the entry of the first model with enough texts at four times its context length."""
+    return next(entry for entry in merged_entries() if 4 in further_multiples(entry))
+
+
+def _at_twice_and_four_times(method: str) -> str:
+    """Return the perplexities at these lengths, with a method set for each, over that of short inputs."""
+    entry = _read_furthest()
+    changes = [rise(entry, method, multiple, multiple * entry["context_length"]) for multiple in (2, 4)]
+    ratios = [math.exp(change.value) for change in changes]
+    return " and ".join([f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}" for ratio in ratios])
 
 
 @figure
