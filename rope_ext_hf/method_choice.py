@@ -148,7 +148,7 @@ class MethodChoice(Question):
 
     method: tuple[Any, ...] | Any = argument(
         (),
-        "Names, separated by commas; describe, patch and lm-eval take one.",
+        "Names, separated by commas; only ppl, sweep, passkey, tasks and gain take several.",
         names=("--method", "-m"),
         parse=_parse_methods,
         repeated=True,

@@ -179,9 +179,9 @@ def _on_real_model_note() -> str:
     on_gpu = gpu.real_model(gpu.real_model_record())[2]
     return (
         f"Perplexities are of {_real_model().name}, divided by that of the unpatched model with only "
-        f"{_real_model().context_length:,} tokens before the same text: means over up to "
-        f"{len(real_models.texts_of(entry))} novels at {lengths}, and {on_gpu} novels where a GPU alone has measured; "
-        "a dash was not measured."
+        f"{_real_model().context_length:,} tokens before the same text. They are means over up to "
+        f"{len(real_models.texts_of(entry))} novels at {lengths}, and over {on_gpu} novels where only the run on a GPU "
+        "measured the method. A dash means that nothing was measured."
     )
 
 

@@ -99,7 +99,7 @@ def _command(command: Any, shared: Collection[_Row]) -> str:
 
 def _name(argument: Any) -> str:
     name = argument.metavar or argument.name.upper()
-    return name if argument.required else f"[{name}]"
+    return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
 SECTIONS = {
@@ -124,7 +124,7 @@ def _rows(parameters: Any) -> Iterator[_Row]:
         if argument:
             names = _name(parameter)
         else:
-            value = "" if parameter.is_flag else f" {parameter.metavar or 'TEXT'}"
+            value = "" if parameter.is_flag else f" {parameter.metavar or _kind(parameter.type_descriptor.annotation)}"
             names = ", ".join(f"`{name}{value}`" for name in (*parameter.opts, *parameter.secondary_opts))
         default = parameter.default if not callable(parameter.default) else None
         empty = default in (None, False, "", [], ())
@@ -132,6 +132,11 @@ def _rows(parameters: Any) -> Iterator[_Row]:
         shown = "required" if parameter.required and not argument else "" if empty else f"`{default}`"
         text = (parameter.help or "").replace("\n", " ")
         yield names, shown, text
+
+
+def _kind(annotation: Any) -> str:
+    """The word for the value of an option that has no word of its own, by the type of the value."""
+    return "NUMBER" if annotation in (int, float) else "TEXT"
 
 
 def _linked(row: _Row) -> _Row:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from docs.figures.registry import NARROW, NOW, Row, figure, last_line, lines_of, markdown_table, stamp
 
 MODELS = {
@@ -19,11 +21,16 @@ def _compared(benchmark: str) -> list[Row]:
 
 
 def _note(benchmark: str) -> str:
-    """Return the command that measured this, and the models whose intervals are of an older kind."""
+    """Return the command that measured this, and the models in the table whose intervals are of an older kind."""
     made = {row["model"]: line.get("intervals") == NOW for line in lines_of(benchmark) for row in line["rows"]}
-    older = ", ".join(f'"{name}"' for model, name in MODELS.items() if made.get(model) is False)
+    shown = {row["model"] for row in _compared(benchmark) if any(map(_has_interval, row["agreements"]))}
+    older = ", ".join(f'"{name}"' for model, name in MODELS.items() if model in shown and made[model] is False)
     note = stamp(last_line(benchmark), f"benchmarks/{benchmark}.py")
     return note + (f" The intervals of {older} {NARROW}" if older else "")
+
+
+def _has_interval(found: Row) -> bool:
+    return not math.isnan(found["low"])
 
 
 def _model(row: Row) -> str:
@@ -54,7 +61,9 @@ def _agreement(benchmark: str) -> str:
     cells: dict[tuple[str, str], list[str]] = {}
     for row in _compared(benchmark):
         for found in row["agreements"]:
-            tau = "{tau:.2f} [{low:.2f}, {high:.2f}]".format(**found).replace(" [nan, nan]", "")
+            tau = f"{found['tau']:.2f}"
+            if _has_interval(found):
+                tau += f" [{found['low']:.2f}, {found['high']:.2f}]"
             cell = f"{found['length'] // row['context_length']}x: {tau}"
             cells.setdefault((_model(row), f"{found['one']} and {found['other']}"), []).append(cell)
     table = [(*key, ", ".join(values)) for key, values in cells.items()]

@@ -152,7 +152,7 @@ class Perplexity(LengthsQuestion):
     protocol: str = argument("matched", f"Which tokens are read and scored. {protocol_help()}.", metavar="NAME")
     targets: int | Any | None = argument(
         None,
-        "Tokens scored per span under matched. Default: half the shortest length.",
+        "Tokens scored per span under matched and same-start. Default: half the shortest length.",
         parse=parse_length,
         metavar="TOKENS",
     )
