@@ -189,15 +189,19 @@ def rises_of_real_model() -> dict[tuple[str, float | None, float], float]:
     entries = json.loads((ROOT / "docs/results/real-models.json").read_text(encoding="utf-8"))["models"]
     by_factor = ("yarn", "ntk", "mrrope", "linear")
     read: dict[tuple[str, float | None, float], list[float]] = {}
-    for entry in entries:  # one for each dtype; of a method the one with most texts counts
+    # One for each dtype; of a method the one with most texts counts, of equally many that in which more was measured.
+    for entry in sorted(entries, key=lambda entry: -len(entry["texts"])):
         if not entry["model"].startswith("SmolLM2"):
             continue
-        base = {row["text"]: row for row in entry["texts"] if row["method"] == "unpatched"}
+        base = {(row["text"], row["multiple"]): row for row in entry["texts"] if row["method"] == "unpatched"}
         here: dict[tuple[str, float | None, float], list[float]] = {}
-        for row in (row for row in entry["texts"] if row["multiple"] == 2):
-            for scale, reference in ((1, base[row["text"]]["loss"]["8192"]), (2, base[row["text"]]["recent"]["16384"])):
-                key = row["method"], 2.0 if row["method"] in by_factor else None, scale
-                here.setdefault(key, []).append((row["loss"][str(scale * 8192)] - reference) / math.log(2))
+        for row in entry["texts"]:
+            multiple, known = row["multiple"], base[row["text"], row["multiple"]]
+            factor = float(multiple) if row["method"] in by_factor else None
+            for scale in (1, multiple) if factor or multiple == 2 else (multiple,):
+                reference = known["loss"]["8192"] if scale == 1 else known["recent"][str(scale * 8192)]
+                rise = (row["loss"][str(scale * 8192)] - reference) / math.log(2)
+                here.setdefault((row["method"], factor, scale), []).append(rise)
         read |= {key: values for key, values in here.items() if len(values) > len(read.get(key, ()))}
     return {key: sum(values) / len(values) for key, values in (found | read).items()}
 
