@@ -172,7 +172,8 @@ def _ratio_table(entry: Row) -> str:
         method: [rise(entry, method, set_for, int(scale * context_length)) for set_for, scale in columns]
         for method in dict.fromkeys(row["method"] for row in entry["texts"])
     }
-    best_first = sorted(by_method.keys() - {"unpatched"}, key=lambda method: by_method[method][by_first - 1].value)
+    patched = sorted(by_method.keys() - {"unpatched"})  # by name, where two read equally well
+    best_first = sorted(patched, key=lambda method: by_method[method][by_first - 1].value)
     table = []
     for method in ["unpatched", *best_first]:
         name = method if method == "unpatched" else f"`{method}`"
