@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Forecast:
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as a dictionary that can be written as JSON, with sizes in bytes."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        sizes = {name: asdict(values[name]) | {"total": values[name].total} for name in ("memory", "gpu")}
+        sizes = {name: values[name].to_dict() for name in ("memory", "gpu")}
         free = {"free_memory": available(self.device), "free_disk": self.room}
         return values | sizes | free | {"device": str(self.device)}
 

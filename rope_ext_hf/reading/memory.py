@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -227,6 +227,12 @@ class MemoryEstimate:
     def total(self) -> int:
         """The memory that is needed on the device."""
         return self.weights + self.cache + self.waiting + self.working + self.logits + self.training
+
+    def to_dict(self) -> dict[str, int]:
+        """Return every number of bytes by its name, and the total."""
+        sizes = asdict(self)
+        del sizes["ahead"]
+        return sizes | {"total": self.total}
 
     @property
     def place(self) -> Place:
