@@ -234,17 +234,17 @@ def real_model_line() -> str:
 def real_model_choice() -> str:
     """Return the numbers by which docs/choosing.md recommends a method without training."""
     entry = _read_furthest()
-    context_length = entry["context_length"]
-    methods = dict.fromkeys(row["method"] for row in entry["texts"] if row["multiple"] == 4)
-    best_first = sorted(methods, key=lambda method: rise(entry, method, 4, 4 * context_length).value)
-    listed = ", ".join(
-        f"{'unpatched' if method == 'unpatched' else f'`{method}`'} {_at_twice_and_four_times(method)}"
-        for method in best_first
-    )
-    texts = len(rows(entry, "unpatched", 4))
+    context_length, texts = entry["context_length"], len(rows(entry, "unpatched", 4))
+    parts = []
+    for multiple in (2, 4):
+        listed = []
+        for method in ("dca", "dynamic-self-extend", "self-extend", "rerope", "unpatched"):
+            if change := rise(entry, method, multiple, multiple * context_length):
+                listed.append(f"{method if method == 'unpatched' else f'`{method}`'} {_short_ratio(change)}")
+        parts.append(f"{', '.join(listed)} at {multiple * context_length:,} tokens")
     return (
-        f"Perplexity of {entry['model']} at {2 * context_length:,} and {4 * context_length:,} tokens, divided by that "
-        f"of the unpatched model with only {context_length:,} tokens before the same text, on {texts} novels: {listed}"
+        f"Perplexity of {entry['model']} on {texts} novels, divided by that of the unpatched model with only "
+        f"{context_length:,} tokens before the same text: {'; '.join(parts)}"
     )
 
 
@@ -257,8 +257,12 @@ def _at_twice_and_four_times(method: str) -> str:
     """Return the perplexities at these lengths, with a method set for each, over that of short inputs."""
     entry = _read_furthest()
     changes = [rise(entry, method, multiple, multiple * entry["context_length"]) for multiple in (2, 4)]
-    ratios = [math.exp(change.value) for change in changes]
-    return " and ".join([f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}" for ratio in ratios])
+    return " and ".join(map(_short_ratio, changes))
+
+
+def _short_ratio(change: Estimate) -> str:
+    ratio = math.exp(change.value)
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
 @figure
