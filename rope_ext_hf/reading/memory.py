@@ -208,7 +208,7 @@ class MemoryEstimate:
         on_disk: the hidden states of one span that wait in a file.
         fetched: weights that wait in main memory or on disk, and come to the device layer by layer.
         ahead: whether the weights of the next layer come while one computes, so that those of two layers count as
-            `weights`. Otherwise there is room for those of one.
+            `weights`. Otherwise those of one layer do.
     """
 
     weights: int

@@ -58,12 +58,13 @@ def loaded_once(modules: Iterable[nn.Module]) -> Iterator[None]:
 class LayersInTurn:
     """The offloaded weights of layers, which come to their device one layer after the other, in a with block.
 
-    While one layer computes, a thread reads the weights of the next one: those on disk into main memory, and those of
-    a layer on CUDA onto the device. The weights of two layers are in memory at the same time.
+    With `ahead`, a thread reads the weights of the next layer while one computes: those on disk into main memory, and
+    those of a layer on CUDA onto the device. The weights of two layers are then in memory at the same time.
 
     Args:
         layers: the layers, in the order in which they compute. Those without offloaded weights stay as they are.
-        ahead: False: there is no thread, and the weights of a layer are read when the one before it has computed.
+        ahead: whether the weights of the next layer are read while one computes. Otherwise they are read when it has
+            computed, so that the weights of one layer are in memory at a time.
     """
 
     def __init__(self, layers: Sequence[nn.Module], *, ahead: bool = True) -> None:
@@ -107,7 +108,9 @@ class LayersInTurn:
 
     def _begin(self, index: int) -> None:
         """Begin to read the weights of a layer in the thread; `index`: its place, beyond the last one for none."""
-        wanted = [each for layer in self._layers[index : index + 1] for each in _wanted(layer)] if self._ahead else []
+        if not self._ahead:
+            return
+        wanted = [each for layer in self._layers[index : index + 1] for each in _wanted(layer)]
         if not wanted:
             return
         # They take the memory of the previous layer, which the device may not have computed yet.
