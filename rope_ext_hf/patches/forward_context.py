@@ -57,7 +57,7 @@ class ForwardContext(ForwardState):
         past_length: the number of tokens in the cache.
         position_ids: (rows or 1, tokens), as the call gives them; None: the decoder counts on from the past length.
         filled_in: a module around the decoder has filled in the positions, and may not have looked at the mask.
-        padding_mask: (rows, past + tokens), 0 where a key is padding; None: the call has none.
+        padding_mask: (rows, past + tokens) bool, False where a key is padding; None: the call has none.
         prepared_mask: the call has a mask that does not tell which tokens are padding.
         cache: the cache of the decoder's own tokens; None: the call has none.
         token_positions: the positions of all tokens; this and the next four attributes are for remapping methods.
@@ -152,10 +152,14 @@ def _one_per_token(positions: Tensor | None, axes: int) -> Tensor | None:
 
 
 def _padding_mask(mask: Any) -> Tensor | None:
-    """Return the mask (rows, tokens) in a mask argument, which may be a dict by layer type; None where it has none."""
+    """Return the mask (rows, tokens) in a mask argument, bool, True for every token that is not padding.
+
+    None: the argument has no such mask. It may be a dict by layer type. A mask may number the inputs that are packed
+    into a row (1, 1, 2, 2, 0); as in transformers, every value other than 0 stands for a token.
+    """
     for candidate in mask.values() if isinstance(mask, Mapping) else (mask,):
         if isinstance(candidate, Tensor) and candidate.ndim == 2:
-            return candidate
+            return candidate.bool()
     return None
 
 
@@ -201,7 +205,7 @@ def row_lengths(positions: Tensor, padding_mask: Tensor | None, past_length: int
 
     Args:
         positions: (rows, tokens) or (axes, rows, tokens), of the new tokens.
-        padding_mask: (rows, past + tokens), 0 where a token is padding; None: no token is known to be.
+        padding_mask: (rows, past + tokens) bool, False where a token is padding; None: no token is known to be.
         past_length: tokens in the cache.
 
     Returns:
@@ -310,7 +314,7 @@ def _key_mask(context: ForwardContext) -> Tensor | None:
     if context.padding_mask is None:
         return None
     total = context.past_length + context.new_tokens.shape[1]
-    mask = context.padding_mask.bool().to(context.new_tokens.device)
+    mask = context.padding_mask.to(context.new_tokens.device)
     return nn.functional.pad(mask, (0, max(0, total - mask.shape[1])), value=True)[:, :total]
 
 

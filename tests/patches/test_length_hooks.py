@@ -443,6 +443,25 @@ def test_positions_of_ones_own(rule: str, positions: str) -> None:
 
 
 @every_rule
+@pytest.mark.parametrize("kind", [torch.int64, torch.float32])
+def test_a_mask_may_number_its_tokens(rule: str, kind: torch.dtype) -> None:
+    """Trainers number the inputs that they pack into a row; the sum of such a mask is not the length of the row."""
+    model, ids = patched("llama", rule, num_hidden_layers=1), tokens(90, batch=2)
+    numbers = torch.tensor([[1] * 30 + [2] * 30 + [3] * 30, [1] * 30 + [5] * 20 + [0] * 40]).to(kind)
+    with torch.no_grad():
+        both = model(ids, attention_mask=numbers, use_cache=True)
+        rows = [model(ids[:1], use_cache=True), model(ids[1:, :50], use_cache=True)]
+        torch.testing.assert_close(both.logits[0], rows[0].logits[0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(both.logits[1, :50], rows[1].logits[0], atol=1e-4, rtol=0)
+        # A step onto the cache counts the tokens anew.
+        longer, new = torch.nn.functional.pad(numbers, (0, 1), value=7), ids[:, :1]
+        step = model(new, attention_mask=longer, past_key_values=both.past_key_values).logits[0]
+        torch.testing.assert_close(
+            step, model(new[:1], past_key_values=rows[0].past_key_values).logits[0], atol=1e-4, rtol=0
+        )
+
+
+@every_rule
 def test_packed_rows_count_for_themselves(rule: str) -> None:
     model = patched("llama", rule, attn_implementation="eager", num_hidden_layers=1)
     parts = [tokens(n, seed=n)[0] for n in (30, 100, 70)]
