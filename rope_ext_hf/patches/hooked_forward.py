@@ -15,6 +15,12 @@ from torch import nn
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, running
 
 
+_KEPT_BY_HOOKS = "_old_forward"
+"""The attribute in which accelerate's hooks keep the forward of their module, which they call and put back at the end."""
+_KEPT_BY_PREPARE = "_original_forward"
+"""The attribute in which `Accelerator.prepare` keeps a forward that it has replaced; `unwrap_model` removes it."""
+
+
 class ForwardHooks(Protocol):
     """Hooks around the forward of a module, as torch calls them."""
 
@@ -39,14 +45,30 @@ class HookedForward:
     before the forward leaves a note (`enter`), by which this object knows that the hooks have run. Without the note
     somebody called `forward` directly, and this object runs them. It is an object and not a function, so that copies
     and pickles of the module get one of their own.
+
+    accelerate puts forwards of its own around that of a module, and takes them off again. Its hooks keep the forward
+    that they call as an attribute, so this object takes the place of that one and stays when they go. The forward that
+    `Accelerator.prepare` makes for mixed precision stays inside of this object, which stops calling it when
+    `unwrap_model` has taken the mixed precision away.
     """
 
     def __init__(self, module: nn.Module, hooks: ForwardHooks) -> None:
         self.module = module
         self.hooks = hooks
-        self.replaced = module.__dict__.get("forward")  # accelerate may have put one there; None: that of the class
+        own = module.__dict__
+        place = _KEPT_BY_HOOKS if _KEPT_BY_HOOKS in own else "forward"
+        self.in_place = own.get(place)  # the forward that stood there; None: that of the class
+        self.unprepared = own.get(_KEPT_BY_PREPARE)  # the forward before `Accelerator.prepare`; None: it was not called
         self.removed = False  # after `remove`, other libraries may still call it from what they have put around it
-        module.__dict__["forward"] = self
+        own[place] = self
+
+    @property
+    def replaced(self) -> Any:
+        """The forward that this object stands in for; None: that of the class."""
+        kept = self.unprepared
+        if kept is not None and self.module.__dict__.get(_KEPT_BY_PREPARE) is not kept:  # `unwrap_model` was called
+            return kept
+        return self.in_place
 
     # torch.export and others look at the signature and the code of a forward.
 
@@ -99,10 +121,15 @@ class HookedForward:
     def remove(self) -> None:
         """Put the `forward` back that was there before."""
         self.removed = True
-        if self.module.__dict__.get("forward") is self:
-            del self.module.__dict__["forward"]
-            if self.replaced is not None:
-                self.module.__dict__["forward"] = self.replaced
+        own = self.module.__dict__
+        for place in ("forward", _KEPT_BY_HOOKS):
+            forward = own.get(place)
+            if forward is not self and getattr(forward, "__func__", None) is not self:
+                continue
+            if place == "forward" and self.replaced is None:
+                del own[place]
+            else:
+                own[place] = self._visible
 
 
 def forward_without_hooks(module: nn.Module, **kwargs: Any) -> Any:

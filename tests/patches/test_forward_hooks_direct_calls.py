@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, cpu_offload
-from accelerate.hooks import remove_hook_from_submodules
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module, remove_hook_from_submodules
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
@@ -115,6 +115,53 @@ def test_mixed_precision_of_accelerate_and_its_unwrapping(method: str) -> None:
     assert error_of_padded_row(prepared.forward, prepared) < 0.1  # bfloat16
     plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
     assert error_of_padded_row(plain.forward, patched(method)) < 1e-4
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("part", ["decoder", "causal"])
+@pytest.mark.parametrize("method", METHODS)
+def test_hooks_of_accelerate_may_come_and_go(method: str, part: str) -> None:
+    """Hooks that were there before the patch leave it in place when they go, and hooks that came after it, too."""
+    model = build("llama")
+    module = model.model if part == "decoder" else model
+    add_hook_to_module(module, ModelHook())
+    rope.patch(model, method, **METHODS[method])
+    right = patched(method)
+    right = right.model if part == "decoder" else right
+    assert error_of_padded_row(module.forward, right) < 1e-4
+    add_hook_to_module(module, ModelHook(), append=True)
+    assert error_of_padded_row(module.forward, right) < 1e-4
+    remove_hook_from_module(module)
+    assert error_of_padded_row(module.forward, right) < 1e-4
+    assert error_of_padded_row(module, right) < 1e-4
+    add_hook_to_module(module, ModelHook())
+    rope.unpatch(model)
+    expected = build("llama")(tokens(LONG)).logits
+    assert torch.equal(model.forward(tokens(LONG)).logits, expected)
+    remove_hook_from_module(module)
+    assert torch.equal(model.forward(tokens(LONG)).logits, expected)
+    assert torch.equal(model(tokens(LONG)).logits, expected)
+
+
+@pytest.mark.parametrize("first", ["unwrap", "unpatch"])
+@pytest.mark.parametrize("method", ["yarn", "dynamic-ntk", "dynamic-yarn", "rerope", "jet-long"])
+def test_a_patch_of_a_prepared_model_outlives_its_mixed_precision(method: str, first: str) -> None:
+    """What `prepare` puts around a forward goes with `unwrap_model`, also where the model was patched in between."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a test before this one
+    accelerator, ids = Accelerator(mixed_precision="bf16", cpu=True), tokens(LONG)
+    with torch.no_grad():
+        model = rope.patch(accelerator.prepare(build("llama")), method, **METHODS[method])
+        expected, unpatched = patched(method)(ids).logits, build("llama")(ids).logits
+        assert 1e-4 < (model(ids).logits - expected).abs().max() < 0.2 * expected.std()  # bfloat16
+        if first == "unwrap":
+            plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+            assert torch.equal(plain(ids).logits, expected)
+            assert error_of_padded_row(plain.forward, patched(method)) < 1e-4
+            assert torch.equal(rope.unpatch(plain)(ids).logits, unpatched)
+        else:
+            plain = accelerator.unwrap_model(rope.unpatch(model), keep_fp32_wrapper=False)
+            assert torch.equal(plain(ids).logits, unpatched)
+        assert torch.equal(plain.forward(ids).logits, unpatched)
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
