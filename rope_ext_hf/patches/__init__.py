@@ -27,6 +27,7 @@ Put modules in
     angle_tables: the same for a model that keeps cos and sin as a table in its weights (RoFormer).
     patch_state: what a patched model remembers of its patch.
     generation_length: lengths that are stated beside the config.
+    held_lengths: the lengths at which `fixed_length` holds a model, whatever patch it has.
 
 Hook the forward (length-dependent and remapping methods; docs/internals.md shows a forward)
     forward_hooks: install hooks around a decoder's forward.

@@ -35,6 +35,7 @@ from rope_ext_hf.patches.continuous_batching import check_batching
 from rope_ext_hf.patches.decoder_arguments import check_names
 from rope_ext_hf.patches.forward_hooks import DecoderHooks, decoder_of, install_forward_hooks
 from rope_ext_hf.patches.generation_length import extend_generation
+from rope_ext_hf.patches.held_lengths import hold_again
 from rope_ext_hf.patches.length_hooks import LengthHooks
 from rope_ext_hf.patches.patch_records import PatchSpec
 from rope_ext_hf.patches.planning import PatchPlan, plan_replay
@@ -45,12 +46,22 @@ from rope_ext_hf.patches.training_checks import check_trainers_above
 M = TypeVar("M", bound=nn.Module)
 
 
-def replay(model: M, specs: Sequence[PatchSpec]) -> M:
+def replay(model: M, specs: Sequence[PatchSpec], earlier: Sequence[PatchedSlot] = ()) -> M:
     """Patch a model, in place, as it was patched before or as the folder it comes from records, and return it.
 
-    The arguments and the errors are those of `plan_replay`.
+    Args:
+        model, specs: as `plan_replay` takes them.
+        earlier: the modules that stood in the slots under this patch. What they have remembered and trained goes on.
+
+    Raises:
+        CheckpointError, MethodError, UnsupportedModelError: as `plan_replay` raises them.
     """
     apply_plan(plan_replay(model, specs))
+    earlier_by_place = {slot.replaced: slot for slot in earlier}
+    for slot in patched_slots(model):
+        if slot.replaced in earlier_by_place:
+            for name in slot.tables:
+                slot.table(name).continue_from(earlier_by_place[slot.replaced].table(name))
     return model
 
 
@@ -78,6 +89,7 @@ def apply_plan(plan: PatchPlan) -> None:
     _install(plan, modules, hooks)
     if hooks is not None and issubclass(hooks, LengthHooks):
         check_batching(model, modules)
+    hold_again(modules)
     attach_saving(model, modules[0])
     extend_generation(model, modules[0])
     modules[0].before_use = check_trainers_above
@@ -107,7 +119,7 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
     kind = kind_of_patch(decoder, hooks, spec.method)
     if was_tried(kind):
         return
-    before = present_specs(model)
+    before, slots = present_specs(model), patched_slots(model)
     try:
         check_weights(model, decoder)
         method, rotary = small_patch(spec.method, spec.rotary)
@@ -124,7 +136,7 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
         plan.state.notes += (f"Generating with a cache was not checked, because {reason}.",)
     except UnsupportedModelError:
         if before:
-            replay(model, before)
+            replay(model, before, slots)
         raise
 
 

@@ -14,9 +14,8 @@ from torch import nn
 
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, running
 
-
 _KEPT_BY_HOOKS = "_old_forward"
-"""The attribute in which accelerate's hooks keep the forward of their module, which they call and put back at the end."""
+"""The attribute in which accelerate's hooks keep the forward that they call, and that they put back at the end."""
 _KEPT_BY_PREPARE = "_original_forward"
 """The attribute in which `Accelerator.prepare` keeps a forward that it has replaced; `unwrap_model` removes it."""
 

@@ -7,7 +7,7 @@ Everything that a patch changes is planned first, by `rope_ext_hf.patches.planni
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -17,10 +17,11 @@ from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.applying import patch_as_planned, replay, take_off
+from rope_ext_hf.patches.held_lengths import held_at
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.planning import plan_patch
-from rope_ext_hf.patches.slot_finding import own_length_dependent
+from rope_ext_hf.patches.slot_finding import find_slots, own_length_dependent
 from rope_ext_hf.patches.slots import patched_slots, present_specs, tables_of
 
 if TYPE_CHECKING:
@@ -136,17 +137,17 @@ def patched(model: M, method: str | RopeMethod, **kwargs: Any) -> Iterator[M]:
         with rope.patched(model, "yarn", factor=4):
             model.generate(...)
 
-    A patch that the model had comes back as well, also when the block ends with an exception. The arguments and the
-    errors are those of `patch`.
+    A patch that the model had comes back as well, with what it has remembered and trained, also when the block ends
+    with an exception. The arguments and the errors are those of `patch`.
     """
-    before = present_specs(model)
+    before, slots = present_specs(model), patched_slots(model)
     patch(model, method, **kwargs)
     try:
         yield model
     finally:
         take_off(model)
         if before:
-            replay(model, before)
+            replay(model, before, slots)
 
 
 @contextmanager
@@ -156,7 +157,8 @@ def fixed_length(model: M, length: Length) -> Iterator[M]:
         with fixed_length(model, prompt_length + max_new_tokens):
             model.generate(...)
 
-    Every forward inside the block uses these frequencies, however long its input is. Static methods are not affected.
+    Every forward inside the block uses these frequencies, however long its input is, also under a patch that is put on
+    inside the block. Copies and pickles of the model are not held. Static methods are not affected.
 
     Raises:
         MethodError: `length` is below 1.
@@ -170,10 +172,8 @@ def fixed_length(model: M, length: Length) -> Iterator[M]:
             f"this model's own {own_method} follows the length of the input inside transformers, where it cannot be "
             "held at one length; patch it first: rope_ext_hf.patch(model, ...)"
         )
-    with ExitStack() as stack:
-        for table in tables_of(slots):
-            if table.method.depends_on_length(table.rotary):
-                stack.enter_context(table.at_length(length))
+    replaced = [slot.replaced for slot in slots] or [slot.module for slot in find_slots(model)]
+    with held_at(replaced, slots, length):
         yield model
 
 

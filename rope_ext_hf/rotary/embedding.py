@@ -102,7 +102,7 @@ class RotaryEmbedding(nn.Module):
     position below 2^24, whatever dtype the module or model is moved to.
 
     Attributes:
-        longest_seen: the longest input met, in tokens, an int64 buffer; under a method with sticky growth only.
+        longest_seen: the longest input met, in tokens, an int64 tensor; under a method with sticky growth only.
         trained: the trainable parameter of the method, (dim // 2,) float32 in every dtype of the model; under a method
             that has one (`learnable`) only. Gradients reach it through cos and sin; angles are then products in float64
             (float32 on MPS, where they lose accuracy as positions grow), not in fixed point. `present_method` gives the
@@ -155,11 +155,11 @@ class RotaryEmbedding(nn.Module):
         # numbers, and `to_empty` would leave it without values.
         self._integers: tuple[int, ...] = ()
         self._device = torch.device("cpu")
-        self._set_length(None)
-
         if self.method.sticky_length:
-            # A buffer, because compiled code may update buffers. It is not saved: another process begins anew.
-            self.register_buffer("longest_seen", _no_tokens(), persistent=False)
+            # Nor is this a buffer: before each forward DistributedDataParallel sets the buffers of all processes to
+            # those of the first one, which has read other inputs.
+            self.longest_seen = _no_tokens()
+        self._set_length(None)
         if self.method.trainable:
             self.trained = nn.Parameter(self._initial_values())
 
@@ -194,6 +194,8 @@ class RotaryEmbedding(nn.Module):
     def at_length(self, length: int) -> Iterator[None]:
         """Use the frequencies for an input of `length` tokens in every forward inside the with block, in every thread.
 
+        A copy or pickle of the module that is made inside the block has no fixed length, because it may outlive it.
+
         Raises:
             LengthError: another thread is inside `at_length` of this module.
         """
@@ -210,6 +212,24 @@ class RotaryEmbedding(nn.Module):
         finally:
             self._set_length(before)
             self._fixed_by = holder
+
+    def continue_from(self, earlier: RotaryEmbedding) -> None:
+        """Take over what an earlier module of the same method has remembered and trained.
+
+        The parameter `trained` is the same object afterwards, so that an optimizer goes on with it.
+        """
+        if self.method.sticky_length:
+            self.longest_seen = earlier.longest_seen.to(self.longest_seen.device)
+        if self.method.trainable:
+            earlier.trained.data = earlier.trained.data.to(self.trained.device)
+            self.trained = earlier.trained
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy or a pickle of the module, without the fixed length of a block that it was made inside of."""
+        super().__setstate__(state)
+        self._fixed_by = None
+        if self.fixed_length is not None:
+            self._set_length(None)
 
     def reset(self) -> None:
         """Forget the longest input met so far.
@@ -239,6 +259,9 @@ class RotaryEmbedding(nn.Module):
 
     def _place(self, device: torch.device) -> None:
         """Put the integer tables on a device; on the meta device they have no values, like all tensors there."""
+        if self.method.sticky_length and self.longest_seen.device != device:
+            seen = _no_tokens() if self.longest_seen.device.type == "meta" else self.longest_seen
+            self.longest_seen = seen.to(device)
         self._device = device
         self.frequency = constant(self._integers, device, torch.int64)
         if self.axis_of_pair is not None:
@@ -250,20 +273,17 @@ class RotaryEmbedding(nn.Module):
             self._place(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        """Move the module to another device, but keep the values and the dtypes of `trained` and `longest_seen`.
+        """Move the module to another device, but keep the values and the dtype of `trained`.
 
         `fn` may be a cast, which would round them, or `to_empty`, which would leave them without values.
         """
-        kept: dict[str, Tensor] = {}
-        for name, initial in (("trained", self._initial_values), ("longest_seen", _no_tokens)):
-            before = getattr(self, name, None)
-            if before is not None:
-                kept[name] = initial() if before.device.type == "meta" else before.detach().clone()
+        trained = None
+        if self.method.trainable:
+            on_meta = self.trained.device.type == "meta"
+            trained = self._initial_values() if on_meta else self.trained.detach().clone()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, value in kept.items():
-            after = getattr(self, name)
-            if after.device.type != "meta":
-                after.data = value.to(after.device)
+        if trained is not None and self.trained.device.type != "meta":
+            self.trained.data = trained.to(self.trained.device)
         self._place(fn(torch.empty(0, dtype=torch.int64, device=self._device)).device)
         return self
 

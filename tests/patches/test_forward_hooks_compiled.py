@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 import rope_ext_hf as rope
+from rope_ext_hf.patches.slots import patched_slots, tables_of
 from tests.support.length_examples import RULES
 from tests.support.models import TRAINED, build, logits, tokens
 
@@ -54,8 +55,8 @@ def kept_between_steps(model: Any, cache: Any) -> list[Tensor]:
     """Return every tensor that the package reads again in a later step."""
     state = vars(cache).get("_rope_ext_hf_cache_state")
     rows = getattr(state, "rows", None)
-    buffers = [value for name, value in model.named_buffers() if "longest_seen" in name]
-    return [*buffers, *([] if rows is None else [rows.lengths, rows.positions])]
+    seen = [table.longest_seen for table in tables_of(patched_slots(model)) if table.method.sticky_length]
+    return [*seen, *([] if rows is None else [rows.lengths, rows.positions])]
 
 
 @pytest.mark.sampled(3)

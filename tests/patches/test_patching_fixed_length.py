@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
+from rope_ext_hf.patches import continuation_probe, forward_context
 from tests.support.model_checks import (
     CHANGED,
     LONG,
@@ -174,6 +178,57 @@ def test_fixed_length_on_static_and_unpatched_models_changes_nothing() -> None:
         assert torch.equal(logits(model, ids), yarn)
 
 
+HELD = ["dynamic-ntk", "dynamic-yarn", "dynamic-self-extend", "jet-long"]
+"""Methods that depend on the length: by their frequencies, and by their rule of attention."""
+
+
+def held_at(method: str, length: int, ids: Tensor) -> Tensor:
+    """Return the logits of a model that is patched anew, at a fixed length."""
+    model = rope.patch(build("llama"), method)
+    with rope.fixed_length(model, length):
+        return logits(model, ids)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("method", HELD)
+def test_a_copy_made_inside_is_not_held(method: str, copied: Callable[[Any], Any]) -> None:
+    model, ids = rope.patch(build("llama"), method), tokens(100)
+    expected = logits(model, ids)
+    assert difference(held_at(method, 1000, ids), expected) >= CHANGED
+    with rope.fixed_length(model, 1000):
+        other = copied(model)
+        assert torch.equal(logits(other, ids), expected)
+        assert torch.equal(logits(model, ids), held_at(method, 1000, ids))
+        with rope.fixed_length(other, 500):  # the copy may be held by itself
+            assert torch.equal(logits(other, ids), held_at(method, 500, ids))
+    assert torch.equal(logits(other, ids), expected)
+
+
+@pytest.mark.parametrize("method", HELD)
+@pytest.mark.parametrize("inside", ["patched", "patch", "patch twice", "unpatch", "patched unpatched"])
+def test_a_patch_inside_is_held_to_the_end_of_the_block(inside: str, method: str) -> None:
+    first = "yarn" if inside.startswith("patch ") else method
+    model, ids = build("llama"), tokens(100)
+    if inside != "patched unpatched":
+        rope.patch(model, first, **({"factor": 4} if first == "yarn" else {}))
+    with rope.fixed_length(model, 1000):
+        if inside in ("patched", "patched unpatched"):
+            for other in HELD:
+                with rope.patched(model, other):
+                    assert torch.equal(logits(model, ids), held_at(other, 1000, ids))
+        if inside == "patch twice":
+            rope.patch(model, next(other for other in HELD if other != method))
+        if inside == "unpatch":
+            rope.unpatch(model)
+        if inside != "patched":
+            rope.patch(model, method)
+        with rope.fixed_length(model, 500):
+            rope.patch(model, method)
+            assert torch.equal(logits(model, ids), held_at(method, 500, ids))
+        assert torch.equal(logits(model, ids), held_at(method, 1000, ids))
+    assert torch.equal(logits(model, ids), logits(rope.patch(build("llama"), method), ids))
+
+
 @pytest.mark.parametrize("length", [0, -1])
 def test_fixed_length_refuses(length: int) -> None:
     model = rope.patch(build("llama"), "dynamic-ntk")
@@ -199,3 +254,42 @@ def test_sticky_growth_remembers_until_reset() -> None:
     assert difference(grown, first) >= CHANGED
     assert rope.reset(model) is model
     assert torch.equal(logits(model, ids), first)
+
+
+@pytest.mark.parametrize("inside", ["yarn", "dynamic-ntk", "rerope", "refused"])
+def test_sticky_growth_goes_on_after_another_patch(inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuation_probe, "_tried", set())
+    model, ids = rope.patch(build("llama"), "dynamic-ntk", growth="even", sticky=True), tokens(80)
+    fresh = logits(model, ids)
+    logits(model, tokens(LONG))
+    grown = logits(model, ids)
+    assert difference(grown, fresh) >= CHANGED
+    if inside == "refused":  # and the earlier patch comes back
+        monkeypatch.setattr(forward_context, "cache_argument", lambda decoder, call: None)
+        with pytest.raises(UnsupportedModelError, match="does not compute the same with a cache"):
+            rope.patch(model, "rerope")
+    else:
+        with rope.patched(model, inside, **({"factor": 4} if inside == "yarn" else {})):
+            logits(model, tokens(LONG))
+    assert torch.equal(logits(model, ids), grown)
+    assert torch.equal(logits(rope.reset(model), ids), fresh)
+
+
+def test_a_trained_parameter_goes_on_after_another_patch() -> None:
+    """An optimizer holds the parameter itself, so that it must be the same one afterwards."""
+    model, ids = rope.patch(build("llama"), "learnable", factor=4), tokens(80)
+    (parameter,) = (value for name, value in model.named_parameters() if name.endswith(".trained"))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def step() -> None:
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    trained = logits(model, ids)
+    with rope.patched(model, "dca"):
+        logits(model, ids)
+    assert torch.equal(logits(model, ids), trained)
+    step()
+    assert not torch.equal(logits(model, ids), trained)

@@ -146,12 +146,13 @@ def test_sft_trainer(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded, tokens(LONG)), logits(trainer.model.eval(), tokens(LONG)))
 
 
-@pytest.mark.thorough
-def test_two_processes(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("checks", [["sticky"], pytest.param([], marks=pytest.mark.thorough)])
+def test_two_processes(checks: list[str], tmp_path: Path) -> None:
     """Accelerate, FSDP2 and tensor parallelism under torchrun; the script asserts that there are two."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*torchrun, "-m", "tests.support.two_processes"],
+        [*torchrun, "-m", "tests.support.two_processes", *checks],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -1,14 +1,17 @@
 """What two processes do with a patched model: accelerate, FSDP2, tensor parallelism. On CPUs, with gloo.
 
     TEST_FOLDER=$(mktemp -d) torchrun --standalone --nproc-per-node 2 -m tests.support.two_processes
+    torchrun --standalone --nproc-per-node 2 -m tests.support.two_processes sticky
 
-Run by tests/patches/test_patching_trainers.py. Every check is against one process, which this script computes as well.
+The second line checks sticky growth alone. Run by tests/patches/test_patching_trainers.py. Every check is against one
+process, which this script computes as well.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,18 @@ def gradients_are_those_of_one_process(accelerator: Accelerator, method: str, pa
     for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4)
     assert rope.describe(accelerator.unwrap_model(model)).method == method
+
+
+def sticky_growth_stays_in_its_process(accelerator: Accelerator) -> None:
+    """DistributedDataParallel hands the buffers of the first process to the others before each forward."""
+    sticky: dict[str, Any] = {"growth": "even", "sticky": True}
+    alone = rope.patch(build("llama"), "dynamic-ntk", **sticky)
+    model = accelerator.prepare(rope.patch(build("llama"), "dynamic-ntk", **sticky))
+    for lengths in ((150, 70), (70, 250), (80, 80)):
+        ids = tokens(lengths[accelerator.process_index])
+        torch.testing.assert_close(logits(model, ids), logits(alone, ids), atol=1e-5, rtol=0)
+    fresh = rope.patch(build("llama"), "dynamic-ntk", **sticky)
+    assert (logits(model, tokens(80)) - logits(fresh, tokens(80))).abs().max() > 1e-3, "nothing was remembered"
 
 
 def sharded_models_give_the_same_logits(method: str, params: dict[str, Any]) -> None:
@@ -96,6 +111,14 @@ def main() -> None:
     warnings.simplefilter("ignore", UserWarning)  # that a class runs the other pairing
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == distributed.get_world_size() == 2 == int(os.environ["WORLD_SIZE"])
+    sticky_growth_stays_in_its_process(accelerator)
+    if sys.argv[1:] != ["sticky"]:
+        all_others(accelerator)
+    print(f"process {accelerator.process_index} of {accelerator.num_processes}: equal", flush=True)
+    accelerator.end_training()
+
+
+def all_others(accelerator: Accelerator) -> None:
     for method, params in (STATIC, BY_LENGTH, REMAPPED):
         gradients_are_those_of_one_process(accelerator, method, params)
         sharded_models_give_the_same_logits(method, params)
@@ -105,8 +128,6 @@ def main() -> None:
         build("llama").save_pretrained(folder)
     accelerator.wait_for_everyone()
     heads_are_split_over_processes(folder)
-    print(f"process {accelerator.process_index} of {accelerator.num_processes}: equal", flush=True)
-    accelerator.end_training()
 
 
 if __name__ == "__main__":
