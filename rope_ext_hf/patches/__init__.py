@@ -36,6 +36,7 @@ Hook the forward (length-dependent and remapping methods; docs/internals.md show
     decoder_arguments: find the arguments of a decoder's forward in every release of transformers.
     length_hooks: hooks of length-dependent methods, which also rotate the keys in a cache.
     key_layout_probe: find out how a decoder keeps keys in its cache.
+    weights_at_hand: find out whether tokens can be run through a model.
     attention_hooks: hooks of remapping methods.
     attention_function: the attention that the layers then run.
     attention_interface: transformers' tables of attention functions and masks.
@@ -47,6 +48,7 @@ Hook the forward (length-dependent and remapping methods; docs/internals.md show
 
 Save
     saving: what `save_pretrained` of a patched model writes beside transformers' own files.
+    whole_models: extend the patch of a part to the model around it, before that is saved.
     folder_copies: patched copies of folders, without reading weights.
     patch_records: the record of a patch in a config.
     engine_keys: keys of the saved config for other programs.

@@ -7,9 +7,9 @@ its slots, and both go when the patch is taken off.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -24,7 +24,6 @@ from rope_ext_hf.patches.continuation_probe import (
     TOKENS,
     NotTriedError,
     check_difference,
-    check_weights,
     kind_of_patch,
     small_layers,
     small_patch,
@@ -38,10 +37,13 @@ from rope_ext_hf.patches.generation_length import extend_generation
 from rope_ext_hf.patches.held_lengths import hold_again
 from rope_ext_hf.patches.length_hooks import LengthHooks
 from rope_ext_hf.patches.patch_records import PatchSpec
+from rope_ext_hf.patches.patch_state import swap_configs
 from rope_ext_hf.patches.planning import PatchPlan, plan_replay
 from rope_ext_hf.patches.saving import attach_saving
 from rope_ext_hf.patches.slots import PatchedSlot, check_filled, patch_state, patched_slots, present_specs
 from rope_ext_hf.patches.training_checks import check_trainers_above
+from rope_ext_hf.patches.weights_at_hand import missing_weights
+from rope_ext_hf.patches.whole_models import cover_models_above
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -92,7 +94,14 @@ def apply_plan(plan: PatchPlan) -> None:
     hold_again(modules)
     attach_saving(model, modules[0])
     extend_generation(model, modules[0])
-    modules[0].before_use = check_trainers_above
+    modules[0].before_use = _before_use
+    modules[0].hooks.append(modules[0].register_state_dict_pre_hook(cover_models_above))  # type: ignore[no-untyped-call]
+
+
+def _before_use(slot: PatchedSlot) -> None:
+    """Check who trains a patched model, and see to it that the whole model states the patch of a part."""
+    check_trainers_above(slot)
+    cover_models_above(slot)
 
 
 def needs_hooks(spec: PatchSpec) -> bool:
@@ -121,7 +130,9 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
         return
     before, slots = present_specs(model), patched_slots(model)
     try:
-        check_weights(model, decoder)
+        missing = missing_weights(model)
+        if missing:
+            raise NotTriedError(missing)
         method, rotary = small_patch(spec.method, spec.rotary)
         state = replace(plan.state, spec=replace(spec, method=method, rotary=rotary, target_length=TOKENS))
         layers = small_layers(plan.attention, spec.method, method, rotary)
@@ -144,7 +155,7 @@ def _install(plan: PatchPlan, modules: Sequence[PatchedSlot], hooks: type[Decode
     """Put the modules, configs and hooks of a plan into its model, and take off a patch that the model has."""
     model, state = plan.model, plan.state
     take_off(model)
-    _swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})
+    swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})
     if isinstance(state.spec.method, RemappingMethod):
         register()
         attach(plan.attention, plan.slots[0].config)
@@ -192,17 +203,6 @@ def take_off(model: nn.Module) -> None:
                     hook.remove()
     for swap in configs:
         swap.sync_user_changes()
-    _swap_configs(model, {id(swap.patched): swap.original for swap in configs})
+    swap_configs(model, {id(swap.patched): swap.original for swap in configs})
     stop_recording(model)
     detach(model)
-
-
-def _swap_configs(model: nn.Module, other: Mapping[int, Any]) -> None:
-    """Replace configs in every module of a model that holds one of them.
-
-    `other`: the new config by the `id` of the config that it replaces.
-    """
-    for module in model.modules():
-        config = module.__dict__.get("config")
-        if id(config) in other:
-            module.config = other[id(config)]

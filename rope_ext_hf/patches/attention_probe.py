@@ -37,7 +37,8 @@ from rope_ext_hf.patches.decoder_arguments import check_names
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
-from rope_ext_hf.patches.temporary import evaluating
+from rope_ext_hf.patches.temporary import trying
+from rope_ext_hf.patches.weights_at_hand import is_partitioned
 from rope_ext_hf.rotary.key_rotation import KeyLayout, candidate_key_layouts, nearly_equal
 
 
@@ -179,7 +180,7 @@ def probe_layers(
     records: list[_ProbeRecord] = []
     recording = attending(model, PROBE_NAME, _probe_attention, _probe_mask, PROBE_RECORDS, records)
     runs = []
-    with evaluating(model), torch.no_grad(), recording:
+    with trying(model), torch.no_grad(), recording:
         for installed, positions in ((plain, near), (plain, far), (at_zero, far)):
             modules = [(slot, PatchedSlot(slot, installed, rotary, None)) for slot in slots]
             runs.append(_run(decoder, modules, positions.to(device), records))
@@ -214,11 +215,6 @@ def _only_decoder(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
             f"has {len(slots)} (decoders: {len(decoders)}); use a frequency method"
         )
     return next(iter(decoders.values()))
-
-
-def is_partitioned(model: nn.Module) -> bool:
-    """Return whether DeepSpeed ZeRO-3 has partitioned the weights of a model, so that parameters here are empty."""
-    return any(not parameter.numel() and hasattr(parameter, "ds_shape") for parameter in model.parameters())
 
 
 def _check_sharding(model: nn.Module, decoder: nn.Module, method: RemappingMethod) -> None:

@@ -10,7 +10,6 @@ the weights of the model. Its outcome depends on the code of the class, so later
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -25,11 +24,10 @@ from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.attention_interface import Layer
-from rope_ext_hf.patches.attention_probe import is_partitioned
 from rope_ext_hf.patches.decoder_arguments import cache_of_output, cache_parameter
 from rope_ext_hf.patches.key_layout_probe import CacheCannotFollowError
 from rope_ext_hf.patches.slots import patched_slots, tables_of
-from rope_ext_hf.patches.temporary import evaluating
+from rope_ext_hf.patches.temporary import trying
 
 TOKENS = 24
 """The number of tokens that are read in one forward, and again with the last of them onto a cache of the others."""
@@ -116,17 +114,6 @@ def small_layers(
     return tuple((module, with_small(layer)) for module, layer in attention)
 
 
-def check_weights(model: nn.Module, decoder: nn.Module) -> None:
-    """Check that the weights of a decoder are here, whole, so that tokens can be run; else raise NotTriedError."""
-    if any(parameter.device.type == "meta" for parameter in model.parameters()):
-        raise NotTriedError("the model was read without its weights; patching it with them checks it")
-    if is_partitioned(model):
-        raise NotTriedError("the weights of the model are sharded over devices")
-    sharding = sys.modules.get("torch.distributed.tensor")  # without it there are no sharded weights
-    if sharding is not None and any(isinstance(parameter, sharding.DTensor) for parameter in decoder.parameters()):
-        raise NotTriedError("the weights of the model are sharded over devices")
-
-
 def try_continuation(
     model: nn.Module, decoder: nn.Module, kind: tuple[Any, ...], method: RopeMethod
 ) -> tuple[float, float]:
@@ -147,7 +134,7 @@ def try_continuation(
         UnsupportedModelError: the decoder refuses to go on from its cache.
     """
     by_length = not isinstance(method, RemappingMethod)
-    with evaluating(model), torch.no_grad():
+    with trying(model), torch.no_grad():
         try:
             whole, continued = _both_ways(decoder, 1 if by_length else 2)
             if by_length:
@@ -186,7 +173,7 @@ def check_difference(model: nn.Module, decoder: nn.Module, name: str, difference
     """
     if difference <= allowed:
         return
-    with evaluating(model), torch.no_grad():
+    with trying(model), torch.no_grad():
         whole, continued = _both_ways(decoder, 1)
     if difference <= allowed + _TIMES_SHORTER * _difference(continued, whole):
         raise NotTriedError(

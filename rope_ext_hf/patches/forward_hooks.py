@@ -42,6 +42,9 @@ class DecoderHooks(ABC):
         self.axes = max(slot.axes for slot in slots)  # how many axes the positions of the model may have
         self.kernels = kernels_of(tables_of(slots))
 
+    def prepare(self, model: nn.Module, decoder: nn.Module) -> None:  # noqa: B027 - not every kind has to
+        """Find out what later forwards need to know of a decoder. Called once, when its model has been patched."""
+
     @abstractmethod
     def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Begin a forward; return other arguments for it, or None to leave them as they are."""
@@ -131,7 +134,8 @@ def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[Patch
         if isinstance(slot, PatchedSlot):
             slots_of.setdefault(_decoder_path(modules, path.rpartition(".")[0]), []).append(slot)
     for path, slots in slots_of.items():
-        hooked: list[tuple[nn.Module, ForwardHooks]] = [(modules[path], make_hooks(slots))]
+        decoder_hooks = make_hooks(slots)
+        hooked: list[tuple[nn.Module, ForwardHooks]] = [(modules[path], decoder_hooks)]
         around = path
         while around:  # from the decoder outwards, up to the model itself, whose path is empty
             around = around.rpartition(".")[0]
@@ -146,6 +150,7 @@ def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[Patch
                 module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True),
                 forward,
             ]
+        decoder_hooks.prepare(model, modules[path])
 
 
 def decoder_of(model: nn.Module, module: nn.Module) -> nn.Module:

@@ -21,7 +21,7 @@ from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.decoder_arguments import arguments, cache_argument, cache_parameter, paged_cache
 from rope_ext_hf.patches.forward_context import HOLD_ONE_LENGTH, ForwardContext, row_lengths, several_inputs
 from rope_ext_hf.patches.forward_hooks import DecoderHooks
-from rope_ext_hf.patches.key_layout_probe import probe_key_layouts
+from rope_ext_hf.patches.key_layout_probe import CacheCannotFollowError, find_key_layouts
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.cache_state import (
     CacheState,
@@ -50,7 +50,15 @@ class LengthHooks(DecoderHooks):
 
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
         super().__init__(slots)
-        self.key_layouts: list[KeyLayout | None] | None = None  # of each layer of a cache; probed when first needed
+        self.key_layouts: list[KeyLayout | None] = []  # of each layer of a cache
+        self.cannot_follow = ""  # why the keys of a cache cannot be rotated again; empty: they can
+
+    def prepare(self, model: nn.Module, decoder: nn.Module) -> None:
+        """Find out how the decoder keeps its keys; a cache that cannot be followed is refused when it is used."""
+        try:
+            self.key_layouts = find_key_layouts(model, decoder, self.slots)
+        except CacheCannotFollowError as error:
+            self.cannot_follow = str(error)
 
     def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Work out the lengths of the rows, and rotate the keys in the cache to their frequencies."""
@@ -145,8 +153,8 @@ class LengthHooks(DecoderHooks):
             follow_rows(cache, state)
         if bounded and not cropped and continued.positions.shape[1] <= stored.valid_up_to:
             return  # no frequencies have changed: known from the number of tokens, without waiting for the device
-        if self.key_layouts is None:
-            self.key_layouts = probe_key_layouts(decoder, context.new_tokens, tables)
+        if self.cannot_follow:
+            raise CacheCannotFollowError(self.cannot_follow)
         layers = [(layer, layout) for layer, layout in zip(cache.layers, self.key_layouts, strict=False) if layout]
         method, rotary = continued.table.method, continued.table.rotary
         in_steps = method.changes_in_steps(rotary) and _can_rotate_in_place(cache, layers)
@@ -275,7 +283,8 @@ def _token_positions(context: ForwardContext) -> Tensor:
         if context.prepared_mask:
             raise LengthError(
                 "the length of each row does not follow from a prepared attention mask; give position_ids with it, or "
-                f"a mask of shape (rows, tokens). {HOLD_ONE_LENGTH}"
+                "a mask of shape (rows, tokens). If a model around this decoder has prepared it, patch that model. "
+                f"{HOLD_ONE_LENGTH}"
             )
         tokens, past_length = context.new_tokens.shape[1], context.past_length
         return torch.arange(past_length, past_length + tokens, device=context.new_tokens.device)[None]

@@ -6,7 +6,6 @@ changes.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,11 +26,12 @@ from rope_ext_hf.patches.families import family, rotates_back
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.patch_records import PatchSpec, undo_saved_patch
-from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
+from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState, copied_configs, stating_rope
 from rope_ext_hf.patches.patched_config import ConfigEncoding, config_encoding, softmax_scale, write_rope
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, patch_state
+from rope_ext_hf.patches.weights_at_hand import on_meta_device
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -195,10 +195,7 @@ def _write_configs(site: _Site, spec: PatchSpec, below: tuple[PatchSpec, ...]) -
     all_scaled = all(slot.scaled_layers or slot.idle for slot in site.slots)
     # Settings for all layers (None) cannot state a method for some of several rotary modules.
     encoding = config_encoding(site.config, spec, layer_types[0], writable=all_scaled or None not in layer_types)
-    of_slots = {id(slot.config) for slot in site.slots}  # T5Gemma has a config for each of its halves
-    for swap in site.configs:
-        if id(swap.original) not in of_slots:
-            continue
+    for swap in stating_rope(site.configs, [slot.config.model_type for slot in site.slots]):
         if swap.patched is not site.config:
             undo_saved_patch(swap.patched)
         write_rope(swap.patched, encoding, spec, below, layer_types)
@@ -229,33 +226,13 @@ def _gguf_note(model: nn.Module) -> str | None:
 def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
     """Return a copy of every config object in a model, as it was before any patch.
 
-    The copies refer to each other as the originals do. Changes that the user made in the config of a patched model are
-    first carried over to the original.
+    Changes that the user made in the config of a patched model are first carried over to the original.
     """
-    unpatched: dict[int, Any] = {}
     state = patch_state(model)
-    for swap in state.configs if state else ():
+    swaps = state.configs if state else []
+    for swap in swaps:
         swap.sync_user_changes()
-        unpatched[id(swap.patched)] = swap.original
-    originals = {id(text_config): text_config}
-    for module in model.modules():
-        config = module.__dict__.get("config")
-        if hasattr(config, "model_type"):
-            config = unpatched.get(id(config), config)
-            originals[id(config)] = config
-    memo: dict[int, Any] = {}  # shared, so that a config inside another one is copied once
-    return [ConfigSwap(copy.deepcopy(config, memo), config) for config in originals.values()]
-
-
-def on_meta_device(model: nn.Module) -> bool:
-    """Return whether a model lacks its weights, and has no hook of accelerate that brings them when they are needed.
-
-    One parameter on the meta device is enough: some classes make a few of their parameters on the CPU whatever the
-    device is (DiffLlama).
-    """
-    without_weights = any(parameter.device.type == "meta" for parameter in model.parameters())
-    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
-    return without_weights and not offloaded
+    return copied_configs(model, {id(swap.patched): swap.original for swap in swaps}, [text_config])
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------

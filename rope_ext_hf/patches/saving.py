@@ -22,7 +22,7 @@ from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, fo
 from rope_ext_hf.patches.fingerprint import fingerprint_record
 from rope_ext_hf.patches.gguf_models import name_way_out
 from rope_ext_hf.patches.patch_records import PATCH_KEY
-from rope_ext_hf.patches.patch_state import PatchState
+from rope_ext_hf.patches.patch_state import PatchState, swap_configs
 from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 
 if TYPE_CHECKING:
@@ -45,13 +45,18 @@ class _RewritingSave:
     - A parameter that the method trains goes into the config, with the values it has now, and not into the weights.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, state: PatchState) -> None:
         self.model = model
+        self.state = state
         model.__dict__["save_pretrained"] = self
 
     def remove(self) -> None:
-        """Give the model the `save_pretrained` of its class again."""
+        """Give the model the `save_pretrained` of its class again, and its config as it was.
+
+        A part of the model may be unpatched alone, and the config of the whole must not state the patch then.
+        """
         self.model.__dict__.pop("save_pretrained", None)
+        swap_configs(self.model, {id(swap.patched): swap.original for swap in self.state.configs})
 
     def __call__(
         self,
@@ -77,6 +82,29 @@ class _RewritingSave:
         if is_main_process:
             rewrite_config(Path(save_directory), self.model)
             _warn_of_plain_loading(self.model)
+
+
+def saves_patch(model: PreTrainedModel) -> bool:
+    """Return whether the `save_pretrained` of a model writes a patch into its folder."""
+    return isinstance(model.__dict__.get("save_pretrained"), _RewritingSave)
+
+
+def finish_saving(model: PreTrainedModel, folder: Path, *, is_main_process: bool) -> None:
+    """Complete a folder into which a model is being saved by its class, which began before the model had its patch.
+
+    Its config.json is written again, and the parameters that the method trains are left out of the weights.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):  # it saves its adapter alone, without a config
+        return
+    _record_trained_values(model)
+    model._keys_to_ignore_on_save = _without_trained(model)
+    if is_main_process:
+        with left_out_of_log(*UNKNOWN_TYPE):
+            model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        rewrite_config(folder, model)
+        _warn_of_plain_loading(model)
 
 
 def _warn_of_plain_loading(model: nn.Module) -> None:
@@ -108,9 +136,11 @@ def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
 
     listing = modules_with_adapters(model)
     for module in model.modules():
+        if isinstance(module, PreTrainedModel) and saves_patch(module):
+            continue
         if isinstance(module, PreTrainedModel):
             name_way_out(module)
-            slot.hooks.append(_RewritingSave(module))
+            slot.hooks.append(_RewritingSave(module, slot.state))
         if isinstance(module, PreTrainedModel) or module in listing:
             slot.hooks.append(module.register_state_dict_pre_hook(_before_state_dict))  # type: ignore[no-untyped-call]
 
@@ -172,14 +202,19 @@ def _record_trained_values(model: nn.Module) -> None:
 @contextmanager
 def _trained_left_out(model: PreTrainedModel) -> Iterator[None]:
     """Make `save_pretrained` leave out the parameters that a model's method trains, in a `with` block."""
-    trained = {id(parameter) for slot in patched_slots(model) for parameter in slot.tables.parameters()}
-    names = [name for name, parameter in model.named_parameters() if id(parameter) in trained]
     before = model._keys_to_ignore_on_save
-    model._keys_to_ignore_on_save = {*(before or ()), *names}
+    model._keys_to_ignore_on_save = _without_trained(model)
     try:
         yield
     finally:
         model._keys_to_ignore_on_save = before
+
+
+def _without_trained(model: PreTrainedModel) -> set[str]:
+    """Return the names of tensors that a model leaves out of its folder, those that its method trains among them."""
+    trained = {id(parameter) for slot in patched_slots(model) for parameter in slot.tables.parameters()}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in trained]
+    return {*(model._keys_to_ignore_on_save or ()), *names}
 
 
 def rewrite_config(

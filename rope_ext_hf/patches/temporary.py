@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["evaluating", "set_to"]
+__all__ = ["evaluating", "set_to", "trying"]
+
+_LIBRARIES_WITH_HOOKS = {"torch", "transformers", "accelerate", "deepspeed", "rope_ext_hf"}
+"""Libraries whose forward hooks belong to what a model computes: they gather or derive its weights, for example."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 @contextmanager
@@ -29,6 +35,38 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             before = modes.get(name, module.training)
             if module.training != before:
                 module.training = before
+
+
+@contextmanager
+def trying(model: nn.Module) -> Iterator[None]:
+    """Let this package run tokens through a model inside a `with` block: in eval mode, and unseen by its user's hooks.
+
+    A forward hook of the user's counts, records or changes what the user runs, and would take a trial for that. Hooks
+    of the libraries by which the model computes stay.
+    """
+    put_aside = []
+    with evaluating(model):
+        for module in model.modules():
+            for name in _HOOKS:
+                hooks = module.__dict__[name]
+                kept = OrderedDict(
+                    (key, hook) for key, hook in hooks.items() if _library(hook) in _LIBRARIES_WITH_HOOKS
+                )
+                if len(kept) < len(hooks):
+                    put_aside.append((module, name, hooks))
+                    module.__dict__[name] = kept
+        try:
+            yield
+        finally:
+            for module, name, hooks in put_aside:
+                module.__dict__[name] = hooks
+
+
+def _library(hook: Any) -> str:
+    """Return the name of the library that a hook comes from."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(hook.__module__).partition(".")[0]
 
 
 @contextmanager

@@ -226,7 +226,7 @@ class RotaryEmbedding(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a pickle of the module, without the fixed length of a block that it was made inside of."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._fixed_by = None
         if self.fixed_length is not None:
             self._set_length(None)

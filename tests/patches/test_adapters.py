@@ -215,6 +215,31 @@ def test_several_adapters(base: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded, tokens(LONG)), expected)
 
 
+MIXED: dict[str, dict[str, Any]] = METHODS | {
+    "dynamic-ntk": {},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)], "factor": 4},
+    "dynamic-self-extend": {},
+}
+
+
+@pytest.mark.parametrize("method", MIXED)
+def test_each_row_of_a_batch_has_an_adapter_of_its_own(method: str) -> None:
+    """PEFT then counts the rows of every forward; after it each adapter generates by itself as before."""
+    model = adapted(rope.patch(build("llama"), method, **MIXED[method]))
+    model.add_adapter("other", lora())
+    ids, every = tokens(TRAINED - 2, batch=3), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    names = ["default", "other", "__base__"]
+    mixed = model.eval().generate(input_ids=ids, attention_mask=mask, adapter_names=names, **every)
+    for row, name in enumerate(names[:2]):
+        model.set_adapter(name)
+        alone = model.generate(input_ids=ids[row : row + 1], attention_mask=mask[:1], **every)
+        assert torch.equal(alone[0], mixed[row])
+    with model.disable_adapter():
+        alone = model.generate(input_ids=ids[2:], attention_mask=mask[:1], **every)
+    assert torch.equal(alone[0], mixed[2])
+
+
 def test_training_goes_on_after_loading(base: Path, tmp_path: Path) -> None:
     adapted(rope.patch(plain(base), "yarn", factor=4)).save_pretrained(tmp_path / "adapter")
     loaded = rope.from_pretrained(tmp_path / "adapter", is_trainable=True)

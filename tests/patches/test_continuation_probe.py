@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,19 +120,50 @@ def test_on_the_meta_device_it_is_said_that_nothing_was_tried(method: str) -> No
     assert "the model was read without its weights" in note
 
 
+@pytest.mark.parametrize("method", [*KINDS, "yarn"])
+def test_a_patch_runs_no_hook_of_its_user(method: str) -> None:
+    """Trials are made while a model is patched, and neither hooks from before nor ones from after it see them."""
+    model, ids = build("llama"), torch.arange(3, 90)[None]
+    seen: list[str] = []
+
+    class Counter:
+        def __call__(self, module: nn.Module, *_: Any) -> None:
+            seen.append(type(module).__name__)
+
+    def count(name: str, module: nn.Module, *_: Any) -> None:
+        seen.append(type(module).__name__)
+
+    def watch() -> None:
+        for module in model.modules():
+            module.register_forward_hook(Counter())
+            module.register_forward_pre_hook(partial(count, "before"))
+
+    watch()
+    model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append("lambda"))
+    rope.patch(model, method, **({"factor": 4} if method == "yarn" else {"target_length": 512}))
+    assert not seen
+    watch()
+    with torch.no_grad():
+        model(ids, use_cache=True)
+    once = list(seen)
+    assert once.count("LlamaModel") == 4
+    seen.clear()
+    with torch.no_grad():
+        cache = model(ids[:, :60], use_cache=True).past_key_values
+        model(ids[:, 60:], past_key_values=cache)
+    assert sorted(seen) == sorted(once * 2)
+
+
 @pytest.mark.parametrize("method", KINDS)
-def test_a_patch_costs_a_few_short_forwards(method: str) -> None:
+def test_hooks_that_make_weights_run_in_a_trial(method: str) -> None:
+    """torch's own weight norm computes weights in a hook, from parameters that a hook of the user's may not see."""
     model = build("llama")
-    tokens: list[int] = []
-
-    def count(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        tokens.append(kwargs["input_ids"].shape[1])
-
-    handle = model.model.register_forward_hook(count, with_kwargs=True)
+    for layer in model.model.layers:
+        with warnings.catch_warnings(action="ignore"):
+            torch.nn.utils.weight_norm(layer.self_attn.k_proj)
+    weight = [layer.self_attn.k_proj.weight for layer in model.model.layers]
     rope.patch(model, method, target_length=512)
-    handle.remove()
-    assert len(tokens) <= 7
-    assert max(tokens) <= 24
+    assert all(layer.self_attn.k_proj.weight is not old for layer, old in zip(model.model.layers, weight, strict=True))
 
 
 def test_the_modes_and_random_numbers_of_a_model_stay() -> None:

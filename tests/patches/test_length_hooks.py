@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -158,6 +159,29 @@ def test_a_cache_that_cannot_follow_is_refused(model_type: str) -> None:
         in_parts(model, ids, [TRAINED - 2])
     with rope.fixed_length(model, TRAINED + 6):
         assert in_parts(model, ids, [TRAINED - 2]).isfinite().all()
+
+
+@pytest.mark.parametrize("weights", ["later", "offloaded"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3", "gpt_neox", "deepseek_v3", "llama4_text"])
+def test_a_cache_is_followed_where_the_weights_were_not_at_hand(model_type: str, weights: str) -> None:
+    """A small model of the class tells how keys are kept; no forward that the user did not make runs the model."""
+    model, seen = build_known(model_type), []
+    if weights == "later":
+        filled = model
+        with torch.device("meta"):
+            model = type(filled)(filled.config)
+        rope.patch(model, "dynamic-yarn")
+        model.to_empty(device="cpu")
+        model.load_state_dict(filled.state_dict())
+        model.eval()
+    else:
+        accelerate.cpu_offload(model)
+        rope.patch(model, "dynamic-yarn")
+    model.register_forward_hook(lambda *_: seen.append(1))
+    ids = tokens(TRAINED + 6)
+    expected = rope.patch(build_known(model_type), "dynamic-yarn")
+    torch.testing.assert_close(in_parts(model, ids, [TRAINED - 2]), in_parts(expected, ids, [TRAINED - 2]))
+    assert len(seen) == 9
 
 
 def test_looking_at_a_cache_leaves_nothing_behind() -> None:

@@ -297,7 +297,20 @@ class TestLife:
         for left, right in zip(module(torch.zeros(1), positions), expected, strict=True):
             assert torch.equal(left, right)
 
-    @pytest.mark.parametrize("life", ["deepcopy", "pickle", "torch.save", "to_empty", "to bf16"])
+    @pytest.mark.parametrize("life", ["deepcopy", "pickle", "torch.save"])
+    def test_a_copy_has_no_fixed_length(self, life: str) -> None:
+        """It may outlive the block in which it was made."""
+        module = RotaryEmbedding("dynamic-ntk", SMALL)
+        expected = module(torch.zeros(1), AT)[0]
+        with module.at_length(1024):
+            again = LIVES[life](module)
+            assert torch.equal(again(torch.zeros(1), AT)[0], expected)
+            assert not torch.equal(module(torch.zeros(1), AT)[0], expected)
+            with again.at_length(1024):
+                assert torch.equal(again(torch.zeros(1), AT)[0], module(torch.zeros(1), AT)[0])
+        assert torch.equal(again(torch.zeros(1), AT)[0], expected)
+
+    @pytest.mark.parametrize("life", ["to_empty", "to bf16"])
     def test_a_fixed_length_survives(self, life: str) -> None:
         module = RotaryEmbedding("dynamic-ntk", SMALL)
         with module.at_length(1024):

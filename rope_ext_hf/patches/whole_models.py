@@ -1,0 +1,107 @@
+"""Extend the patch of a part to the whole model that it stands in, whose config must state the patch when it is saved.
+
+    rope.patch(model.model, "yarn", factor=4)
+    model.save_pretrained("longer")  # states yarn, as if `model` had been patched
+
+A patched decoder runs in any model that it stands in or is put into later, and nothing tells it about that model. What
+all ways of saving have in common is that the model collects its weights, or was put into a mode (`train`, `eval`)
+before: both reach the part, from methods of the whole that are on the stack of calls then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.patches.adapters import record_patch
+from rope_ext_hf.patches.generation_length import extend_generation
+from rope_ext_hf.patches.patch_records import undo_saved_patch
+from rope_ext_hf.patches.patch_state import copied_configs, stating_rope, swap_configs
+from rope_ext_hf.patches.patched_config import write_rope
+from rope_ext_hf.patches.saving import attach_saving, finish_saving, saves_patch
+from rope_ext_hf.patches.slot_finding import rotary_modules
+from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SAVE = "save_pretrained"
+
+
+def cover_models_above(slot: nn.Module, *_: Any) -> None:
+    """Extend a patch to the outermost model of transformers on the stack of calls that contains its rotary module.
+
+    If that model is being saved right now, the config that it has just written is completed.
+
+    Args:
+        slot: the patched rotary module.
+
+    Raises:
+        CheckpointError: the model is being saved, and its config cannot state the patch.
+    """
+    frames = list(_frames_of_models(sys._getframe(1)))
+    around = (model for _, model in reversed(frames) if any(module is slot for module in model.modules()))
+    whole = next(around, None)
+    if whole is None or saves_patch(whole):
+        return
+    reason = _cover(whole)
+    saving = next((frame for frame, model in frames if model is whole and frame.f_code.co_name == _SAVE), None)
+    if saving is None:
+        return
+    if reason:
+        raise CheckpointError(
+            f"{type(whole).__name__} is being saved, and only a part of it is patched, which its config cannot state: "
+            f"{reason}. Unpatch the part (rope_ext_hf.unpatch), or patch the whole model"
+        )
+    folder, is_main_process = saving.f_locals["save_directory"], saving.f_locals.get("is_main_process", True)
+    finish_saving(whole, Path(folder), is_main_process=is_main_process)
+
+
+def _frames_of_models(frame: FrameType | None) -> Iterator[tuple[FrameType, PreTrainedModel]]:
+    """Yield the frames of methods of transformers' models that are being called, with the model, innermost first."""
+    from transformers import PreTrainedModel
+
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, PreTrainedModel):
+                yield frame, owner
+        frame = frame.f_back
+
+
+def _cover(whole: PreTrainedModel) -> str:
+    """Write the patch of a part into copies of the configs of the whole model, and make the whole save it.
+
+    Returns:
+        Why the configs cannot state the patch; empty: they do now.
+    """
+    slots = patched_slots(whole)
+    state = slots[0].state
+    places = rotary_modules(whole)
+    if any(slot.state is not state for slot in slots):
+        return "its parts have different patches"
+    if not places or not all(isinstance(getattr(place.parent, place.attribute), PatchedSlot) for place in places):
+        return "it describes other layers, which are not patched"
+    for swap in state.configs:
+        swap.sync_changes_of_original()
+    before = {id(swap.patched): swap.original for swap in state.configs}
+    swaps = copied_configs(whole, before, memo={id(swap.original): swap.patched for swap in state.configs})
+    patched = next(swap.patched for swap in state.configs if swap.original is places[0].config)
+    for swap in stating_rope(swaps, [place.config.model_type for place in places]):
+        undo_saved_patch(swap.patched)
+        write_rope(swap.patched, state.encoding, state.spec, state.below, state.record["layer_types"])
+        swap.patched._attn_implementation = patched._attn_implementation
+    for swap in swaps:
+        swap.note_written()
+    state.configs += swaps
+    swap_configs(whole, {id(swap.original): swap.patched for swap in state.configs})
+    attach_saving(whole, slots[0])
+    extend_generation(whole, slots[0])
+    record_patch(whole)
+    return ""
