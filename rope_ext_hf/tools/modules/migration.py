@@ -21,7 +21,7 @@ from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.files import package_table
 from rope_ext_hf.patches.model_classes import vocabulary_size
-from rope_ext_hf.patches.temporary import evaluating
+from rope_ext_hf.patches.temporary import trying
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -164,7 +164,7 @@ def _check_without_positions(model: nn.Module, positions: nn.Embedding, migrated
         table.register_forward_hook(lambda _, args, rows: _no_rotation(rows)),
     ]
     try:
-        with evaluating(model), evaluating(migrated), torch.no_grad():
+        with trying(model), trying(migrated), torch.no_grad():
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             expected = next(iter(model(**inputs).values())).float()
             computed = next(iter(migrated(**inputs).values())).float()
