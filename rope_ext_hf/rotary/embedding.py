@@ -381,7 +381,7 @@ class RotaryEmbedding(nn.Module):
 
     @property
     def _reads_weights(self) -> bool:
-        """Whether the frequencies follow from weights, which may change between calls."""
+        """True if the frequencies follow from weights, which may change between calls."""
         return bool(self.method.trainable)
 
     def _fixed_frequency(self) -> tuple[int, ...]:
