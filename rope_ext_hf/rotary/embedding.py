@@ -6,7 +6,8 @@
 Angles are computed in fixed point: a frequency is an integer number of 2^-64 cycles per position, and position x
 frequency in wrapping 64-bit arithmetic is the angle modulo one cycle, exact to 2^-41 cycles at position 2^24. A float32
 product would be off by 3e-2 rad at a position of a million, and by 160 rad at 131 thousand once `model.to(bfloat16)`
-has rounded the frequencies. No such cast reaches integers, and they need no float64, which some devices lack.
+has rounded the frequencies. No such cast reaches integers, and they need no float64, which some devices lack. Graphs that
+are traced or exported for other programs have tables instead, see `rotary.exported`.
 """
 
 from __future__ import annotations
@@ -334,6 +335,8 @@ class RotaryEmbedding(nn.Module):
         Raises:
             TypeError: positions that are not integers.
             LengthError: a length-dependent method, and positions of something else than the tokens of the input.
+            LengthError: a length-dependent method in a forward that is traced or exported.
+            UnsupportedModelError: frequencies that follow from weights, in a forward that torch.export exports.
         """
         if position_ids.is_floating_point():
             raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
