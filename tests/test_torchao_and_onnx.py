@@ -152,11 +152,12 @@ def converted(model: nn.Module, way: str, folder: Path) -> Any:
 )
 def test_openvino_computes_the_same(which: str, way: str, tmp_path: Path) -> None:
     """Its CPU plugin has no 64-bit integers, and computes int64 products in 32 bits."""
-    case, one_layer = static_cases("llama")[which], {"num_hidden_layers": 1}
-    graph = converted(rope.patch(build("llama", **one_layer), case.method, **case.params), way, tmp_path)
+    case = static_cases("llama")[which]
+    model = rope.patch(build("llama", num_hidden_layers=1), case.method, **case.params)
+    graph = converted(model, way, tmp_path)
     exact = {"INFERENCE_PRECISION_HINT": "f32"}
     run = library("openvino").Core().compile_model(graph, "CPU", exact)
-    native = build("llama", case.form, **one_layer)
+    native = build("llama", case.form, num_hidden_layers=1)
     for length, first in ((LONG // 3, 0), (LONG, 0), (50, 100_000)):
         ids, positions = tokens(length), torch.arange(first, first + length)[None]
         out = run([ids.numpy(), torch.ones_like(ids).numpy(), positions.numpy()])[0]

@@ -6,8 +6,8 @@
 Angles are computed in fixed point: a frequency is an integer number of 2^-64 cycles per position, and position x
 frequency in wrapping 64-bit arithmetic is the angle modulo one cycle, exact to 2^-41 cycles at position 2^24. A float32
 product would be off by 3e-2 rad at a position of a million, and by 160 rad at 131 thousand once `model.to(bfloat16)`
-has rounded the frequencies. No such cast reaches integers, and they need no float64, which some devices lack. Graphs that
-are traced or exported for other programs have tables instead, see `rotary.exported`.
+has rounded the frequencies. No such cast reaches integers, and they need no float64, which some devices lack. Graphs
+that are traced or exported for other programs have tables instead, see `rotary.exported`.
 """
 
 from __future__ import annotations

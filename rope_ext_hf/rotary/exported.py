@@ -20,8 +20,6 @@ from torch import Tensor
 
 from rope_ext_hf.methods.base import TWO_PI, constant
 
-__all__ = ["CosSin", "is_exporting", "outside_trace", "rotation_at", "rotation_by"]
-
 _BASE = 256
 _LAST_DIGITS = 2 * _BASE
 """Number of values of the highest digit; the upper half of them stands for negative positions."""
@@ -41,12 +39,12 @@ def is_exporting() -> bool:
 @contextmanager
 def outside_trace() -> Iterator[None]:
     """Compute inside the with block without a record in the graph of torch.jit.trace."""
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[arg-type]
+    state, resume = torch._C._get_tracing_state(), torch._C._set_tracing_state  # type: ignore[attr-defined]
+    resume(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)  # type: ignore[arg-type]
+        resume(state)
 
 
 class CosSin(NamedTuple):
@@ -91,7 +89,7 @@ def rotation_at(positions: Tensor, frequency: tuple[int, ...]) -> CosSin:
 
 def rotation_by(angle: tuple[int, ...], device: torch.device) -> CosSin:
     """Return the rotation of each pair by an angle in fixed point, (pairs,) float32."""
-    in_radians = [radians(units) for units in angle]
+    in_radians = [_radians(units) for units in angle]
     cos, sin = (tuple(map(function, in_radians)) for function in (math.cos, math.sin))
     return CosSin(constant(cos, device, torch.float32), constant(sin, device, torch.float32))
 
@@ -103,7 +101,7 @@ def _tables(frequency: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         *range(0, _BASE**2, _BASE),
         *(_BASE**2 * (digit - _LAST_DIGITS if digit >= _BASE else digit) for digit in range(_LAST_DIGITS)),
     ]
-    angles = [radians(position * units) for position in positions for units in frequency]
+    angles = [_radians(position * units) for position in positions for units in frequency]
     cos, sin = ([function(angle) for angle in angles] for function in (math.cos, math.sin))
     return torch.tensor(cos, dtype=torch.float32, device="cpu"), torch.tensor(sin, dtype=torch.float32, device="cpu")
 
@@ -113,6 +111,6 @@ def _tables(frequency: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 _tables._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def radians(units: int) -> float:
+def _radians(units: int) -> float:
     """Convert an angle in fixed point, units of 2^-64 cycles, to radians in [-pi, pi]; whole cycles are dropped."""
     return ((units + 2**63) % 2**64 - 2**63) / 2.0**64 * TWO_PI

@@ -51,7 +51,8 @@ each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 def run(graph: Graph, positions: Tensor, floating: torch.dtype = torch.float32) -> Any:
     """Return what a graph computes in a runtime without 64-bit numbers."""
-    with torch.no_grad(), torch.jit.optimized_execution(False):  # type: ignore[no-untyped-call]
+    optimized: Any = torch.jit.optimized_execution  # type: ignore[attr-defined]
+    with torch.no_grad(), optimized(False):
         graph(torch.zeros(1), positions)  # a traced graph is compiled in its first run, which compares constants
         with NarrowRuntime(floating):
             return graph(torch.zeros(1), positions)

@@ -34,7 +34,7 @@ class NarrowRuntime(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
     """
 
     def __init__(self, floating: torch.dtype = torch.float32) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.narrower = {torch.int64: torch.int32, torch.float64: floating, torch.float32: floating}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

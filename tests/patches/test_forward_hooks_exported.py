@@ -53,7 +53,8 @@ Way = Callable[..., Any]
 
 def run(graph: Any, ids: Tensor) -> Tensor:
     """Return what a graph computes in a runtime without 64-bit numbers."""
-    with torch.no_grad(), torch.jit.optimized_execution(False):  # type: ignore[no-untyped-call]
+    optimized: Any = torch.jit.optimized_execution  # type: ignore[attr-defined]
+    with torch.no_grad(), optimized(False):
         graph(ids)  # a traced graph is compiled in its first run, which compares constants
         with NarrowRuntime():
             out: Tensor = graph(ids)
