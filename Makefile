@@ -83,13 +83,15 @@ build/other-engines/mlx-lm/ready: Makefile
 	build/other-engines/mlx-lm/bin/pip install -q 'mlx-lm[cpu]==0.32.2'
 	touch $@
 
-# Models quantised by torchao and ONNX files, both installed below build/ (13 MB), where imports of PEFT do not meet them.
+# Models quantised by torchao, ONNX files and OpenVINO, all installed below build/ (250 MB), where imports of PEFT do not
+# meet them.
 test-exports: .venv/ready build/exports/ready
 	ROPE_EXT_EXPORTS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/exports $(RUN)/python -m pytest tests/test_torchao_and_onnx.py
 
 build/exports/ready: Makefile
 	$(RUN)/pip install -q --target build/exports --no-deps \
-		torchao==0.18.0 onnx==1.23.2 onnxscript==0.7.2 onnx-ir==1.1.0 ml_dtypes==0.6.0 protobuf==7.36.2
+		torchao==0.18.0 onnx==1.23.2 onnxscript==0.7.2 onnx-ir==1.1.0 ml_dtypes==0.6.0 protobuf==7.36.2 \
+		openvino==2026.4.1
 	touch $@
 
 # Triton kernels compiled for NVIDIA and AMD, and in Triton's interpreter; stand-ins for kernels of the Hub; no GPU. Triton

@@ -1,6 +1,6 @@
-"""Models quantised by torchao, and ONNX files of patched models.
+"""Models quantised by torchao, and patched models as ONNX files and in OpenVINO.
 
-`make test-exports` installs both beside the environment: with torchao in it, every import of PEFT takes seconds longer.
+`make test-exports` installs them beside the environment: with torchao in it, every import of PEFT takes seconds longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
 from tests.support.model_checks import CHANGED, LONG, TOLERANCE, difference
-from tests.support.models import THETA, TRAINED, build, logits, tokens
+from tests.support.models import THETA, TRAINED, build, logits, static_cases, tokens
 
 pytestmark = pytest.mark.filterwarnings("default")  # both libraries warn of their own future
 NATIVE = {"rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": TRAINED}
@@ -114,3 +114,52 @@ def test_onnx_computes_the_same(
     for length in lengths:
         out = evaluator.run(None, {evaluator.input_names[0]: tokens(length).numpy()})[0]
         torch.testing.assert_close(torch.from_numpy(out), logits(model, tokens(length)), atol=1e-4, rtol=0)
+
+
+class MaskedLogits(nn.Module):
+    """The logits of a model for token ids, a padding mask and positions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        out: Tensor = self.model(**inputs, use_cache=False).logits
+        return out
+
+
+def converted(model: nn.Module, way: str, folder: Path) -> Any:
+    """Return the OpenVINO model of a model, for inputs of any length."""
+    openvino = library("openvino")
+    example = tokens(40), torch.ones(1, 40, dtype=torch.int64), torch.arange(40)[None]
+    if way == "trace":  # that of OpenVINO's own converter
+        return openvino.convert_model(MaskedLogits(model), example_input=example)
+    length = torch.export.Dim("length", min=2, max=4 * LONG)
+    shapes = ({1: length},) * 3
+    if way == "export":
+        return openvino.convert_model(torch.export.export(MaskedLogits(model), example, dynamic_shapes=shapes))
+    library("onnxscript")
+    program = torch.onnx.export(MaskedLogits(model), example, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    assert program is not None
+    program.save(folder / "model.onnx")
+    return openvino.convert_model(folder / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("which", "way"),
+    [(which, way) for which in static_cases("llama") for way in ("trace", "onnx")] + [("yarn", "export")],
+)
+def test_openvino_computes_the_same(which: str, way: str, tmp_path: Path) -> None:
+    """Its CPU plugin has no 64-bit integers, and computes int64 products in 32 bits."""
+    case = static_cases("llama")[which]
+    model = rope.patch(build("llama", num_hidden_layers=1), case.method, **case.params)
+    graph = converted(model, way, tmp_path)
+    exact = {"INFERENCE_PRECISION_HINT": "f32"}
+    run = library("openvino").Core().compile_model(graph, "CPU", exact)
+    native = build("llama", case.form, num_hidden_layers=1)
+    for length, first in ((LONG // 3, 0), (LONG, 0), (50, 100_000)):
+        ids, positions = tokens(length), torch.arange(first, first + length)[None]
+        out = run([ids.numpy(), torch.ones_like(ids).numpy(), positions.numpy()])[0]
+        # Scores depend on distances alone, and transformers' own float32 angles lose accuracy at far positions.
+        torch.testing.assert_close(torch.from_numpy(out), logits(native, ids), atol=1e-4, rtol=0)

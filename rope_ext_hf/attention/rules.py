@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rope_ext_hf.methods.base import constant
 from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition, RemappingMethod, ScoreBias
+from rope_ext_hf.rotary.exported import CosSin, is_exporting, rotation_at, rotation_by
 from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.phase import fixed_point_number, phase_to_radians
 
@@ -69,6 +70,10 @@ class RotationTable:
         With `more`, the result has a row for each of `after` and `more`. Each position is a `RemappedPosition`, whose
         `positions` are (rows or 1, tokens).
         """
+        if is_exporting():
+            turns = [self._turn(before, place, device) for place in (after, *more)]
+            cos, sin = (torch.cat(parts)[:, None] for parts in zip(*turns, strict=True))
+            return KeyRotation(cos, sin)
         phases = []
         for place in (after, *more):
             if before.positions is place.positions and before.divisor == place.divisor:  # one angle for all tokens
@@ -80,9 +85,24 @@ class RotationTable:
 
     def phase_of_distance(self, tokens: float, device: torch.device) -> Tensor:
         """Return the angle by which each pair turns over a distance in tokens: fixed point, (pairs,) int64."""
+        return constant(self._phase_numbers(tokens), device, torch.int64)
+
+    def _phase_numbers(self, tokens: float) -> tuple[int, ...]:
         if tokens not in self._phases:
             self._phases[tokens] = tuple(fixed_point_number(f * tokens) for f in self.inv_freq)
-        return constant(self._phases[tokens], device, torch.int64)
+        return self._phases[tokens]
+
+    def _turn(self, before: RemappedPosition, after: RemappedPosition, device: torch.device) -> CosSin:
+        """Return the rotation from one position to another, (rows or 1, tokens or 1, pairs), for an exported graph."""
+        offset = rotation_by(self._phase_numbers(after.offset - before.offset), device)
+        turn = CosSin(offset.cos[None, None], offset.sin[None, None])
+        if before.positions is after.positions and before.divisor == after.divisor:
+            return turn
+        for place, inverse in ((after, False), (before, True)):
+            if place.positions is not None:
+                own = rotation_at(place.positions.to(device)[..., None], self._phase_numbers(1 / place.divisor))
+                turn = turn.then(own.inverse() if inverse else own)
+        return turn
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,21 @@ class RemappingHooks(DecoderHooks):
             passed_on["position_ids"] = positions.query_positions
         return args, kwargs | passed_on
 
+    def check_exportable(self, context: ForwardContext) -> None:
+        """Check that a graph for another program can hold this forward, which is traced or exported.
+
+        Raises:
+            UnsupportedModelError: the call has padding or positions, whose values decide what is computed, and a graph
+                would keep the decisions for its example; or torch.jit.trace cannot follow the method.
+        """
+        super().check_exportable(context)
+        if context.padding_mask is not None or context.position_ids is not None:
+            raise UnsupportedModelError(
+                f"a traced or exported model under {tables_of(self.slots)[0].method.name} cannot follow an "
+                "attention_mask or position_ids: export the model without them, for inputs without padding, or patch "
+                "it with a frequency method, such as yarn"
+            )
+
     def _look_up_layers(self, decoder: nn.Module) -> None:
         """Find the attention modules of a decoder; find them again if one has been replaced since the last time."""
         moved = any(getattr(parent, name, None) is not module for parent, name, module in self.places)

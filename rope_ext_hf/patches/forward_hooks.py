@@ -22,6 +22,7 @@ from rope_ext_hf.patches.hooked_forward import ForwardHooks, HookedForward
 from rope_ext_hf.patches.rotation_kernels import kernels_of
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.cache_state import CacheState, KeyOrigin, follow_rows, store_state
+from rope_ext_hf.rotary.exported import is_exporting
 from rope_ext_hf.rotary.forward_state import graph_break, pop, push
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -61,19 +62,25 @@ class DecoderHooks(ABC):
         interrupted = pop(decoder)
         if interrupted is not None:  # a KeyboardInterrupt has skipped the hooks after that forward
             interrupted.close()
-        if torch._C._get_tracing_state() is not None:  # torch.jit.trace runs this forward
-            self._check_traceable()
         context = ForwardContext.from_call(decoder, call, self.axes)
         if context is not None:
+            if is_exporting():
+                self.check_exportable(context)
             if self.kernels is not None and context.new_tokens.shape[0] > 1:
                 graph_break(self.kernels.check)(decoder, context.new_tokens.device)
             push(context)
         return context
 
-    def _check_traceable(self) -> None:
-        """Check that torch.jit.trace can follow the method; else raise UnsupportedModelError."""
+    def check_exportable(self, context: ForwardContext) -> None:
+        """Check that a graph for another program can hold this forward, which is traced or exported.
+
+        Raises:
+            LengthError: the frequencies follow the length of each input.
+            UnsupportedModelError: torch.jit.trace cannot follow the method.
+        """
         for table in tables_of(self.slots):
-            if getattr(table.method, "by_length", False):
+            table.check_exportable()
+            if getattr(table.method, "by_length", False) and not torch.compiler.is_exporting():
                 raise UnsupportedModelError(
                     f"the positions of {table.method.name} depend on the length of each input, and torch.jit.trace "
                     "would keep those of its example for all inputs; trace a model under a frequency method, such as "

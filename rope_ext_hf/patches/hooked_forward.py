@@ -10,6 +10,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, running
@@ -90,6 +91,8 @@ class HookedForward:
         state = next(running(), None)
         if isinstance(state, _Entering) and (state.forward is self or state.owner is self.module):
             pop(state.owner)
+            if torch.compiler.is_exporting():
+                return self._exported(args, kwargs)
             return self._bare(state.owner, args, kwargs)  # in nn.DataParallel the owner is a replica of the module
         if self.removed:
             return self._bare(self.module, args, kwargs)
@@ -100,6 +103,14 @@ class HookedForward:
         finally:
             self.hooks.post_forward(self.module, args, kwargs, output)
         return output
+
+    def _exported(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward without its hooks for torch.export, which leaves out the hooks after an exception."""
+        try:
+            return self._bare(self.module, args, kwargs)
+        except Exception:
+            self.hooks.post_forward(self.module, args, kwargs, None)
+            raise
 
     def _bare(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward of a module without its hooks."""

@@ -104,8 +104,6 @@ class LengthHooks(DecoderHooks):
         if context.cache is not None:
             discard_state(context.cache)
         first_change = table.method.constant_until(table.rotary, 1)
-        # An exported program has one graph for all lengths, and a number of tokens is not a constant there.
-        bounded = bounded and not torch.compiler.is_exporting()
         valid_up_to = first_change if bounded and context.new_tokens.shape[1] <= first_change else 0
         context.cache_state = CacheState(self.origin())
         context.cache_rows = RowState(lengths, positions, valid_up_to, context.position_ids is None)

@@ -63,6 +63,10 @@ class _MultipliedRotaryEmbedding(RotaryEmbedding):
         learned: Tensor = getattr(source, buffer)
         return inv_freq * learned.to(inv_freq.device, torch.float64).exp()
 
+    @property
+    def _reads_weights(self) -> bool:
+        return True
+
     def _frequency_of_call(self, position_ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor | float]:
         # Read anew at every call, because the learned numbers may be loaded or trained after the patch.
         if self.length_dependent:

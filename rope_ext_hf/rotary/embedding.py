@@ -6,7 +6,8 @@
 Angles are computed in fixed point: a frequency is an integer number of 2^-64 cycles per position, and position x
 frequency in wrapping 64-bit arithmetic is the angle modulo one cycle, exact to 2^-41 cycles at position 2^24. A float32
 product would be off by 3e-2 rad at a position of a million, and by 160 rad at 131 thousand once `model.to(bfloat16)`
-has rounded the frequencies. No such cast reaches integers, and they need no float64, which some devices lack.
+has rounded the frequencies. No such cast reaches integers, and they need no float64, which some devices lack. Graphs
+that are traced or exported for other programs have tables instead, see `rotary.exported`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.errors import LengthError, MethodError
+from rope_ext_hf.errors import LengthError, MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, constant, may_keep_tensors
 from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.rotary.exported import is_exporting, outside_trace, rotation_at
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, state_of_table
 from rope_ext_hf.rotary.phase import fixed_point, phase_to_radians
 
@@ -316,6 +318,7 @@ class RotaryEmbedding(nn.Module):
         They are the lengths of the rows themselves. Under a method with sticky growth, they are the longest length met
         so far, these included.
         """
+        self.check_exportable()
         if not self.method.sticky_length:
             return lengths
         if lengths.device.type == "meta":  # a tensor without values: nothing to remember
@@ -352,6 +355,8 @@ class RotaryEmbedding(nn.Module):
         Raises:
             TypeError: positions that are not integers.
             LengthError: a length-dependent method, and positions of something else than the tokens of the input.
+            LengthError: a length-dependent method in a forward that is traced or exported.
+            UnsupportedModelError: frequencies that follow from weights, in a forward that torch.export exports.
         """
         if position_ids.is_floating_point():
             raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
@@ -361,6 +366,8 @@ class RotaryEmbedding(nn.Module):
         positions = position_ids[..., None]
         if self.axis_of_pair is not None and position_ids.ndim > 2:
             positions = position_ids.index_select(0, self.axes.to(position_ids.device)).movedim(0, -1)
+        if is_exporting():
+            return self._exported(x, positions)
         attention_factor: Tensor | float = self.attention_factor
         if self.method.trainable:
             angle = self._trainable_angle(positions)
@@ -377,6 +384,44 @@ class RotaryEmbedding(nn.Module):
         if isinstance(attention_factor, Tensor) or attention_factor != 1.0:
             cos, sin = cos * attention_factor, sin * attention_factor
         return arrange(cos, sin, self.layout, x.dtype if self.cast else None)
+
+    def _exported(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+        """Return what `forward` returns for these positions, in operations that other runtimes carry out exactly."""
+        self.check_exportable()
+        cos, sin = rotation_at(positions, self._fixed_frequency())
+        if self.attention_factor != 1.0:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        return arrange(cos, sin, self.layout, x.dtype if self.cast else None)
+
+    def check_exportable(self) -> None:
+        """Check that this forward is not traced or exported under a length-dependent method; else raise LengthError."""
+        if is_exporting() and self.length_dependent:
+            raise LengthError(
+                f"{self.method.name} computes its frequencies from the length of each input, in 64-bit numbers that "
+                "the program which runs a traced or exported model may not have. Hold one length around the export, "
+                "`with rope_ext_hf.fixed_length(model, length):`, or patch a static method, such as yarn"
+            )
+
+    @property
+    def _reads_weights(self) -> bool:
+        """True if the frequencies follow from weights, which may change between calls."""
+        return bool(self.method.trainable)
+
+    def _fixed_frequency(self) -> tuple[int, ...]:
+        """Return the frequencies in fixed point, as numbers, for a forward that is traced or exported.
+
+        Raises:
+            UnsupportedModelError: they follow from weights, and torch.export does not show the values of weights.
+        """
+        if not self._reads_weights:
+            return self._integers
+        if torch.compiler.is_exporting():
+            raise UnsupportedModelError(
+                "the frequencies of this model follow from weights, whose values torch.export does not show. Save the "
+                "model, load the folder with transformers alone, and export that model; or use torch.jit.trace"
+            )
+        with outside_trace():
+            return tuple(fixed_point(self._multiply(self.frequencies().inv_freq)).tolist())
 
     def _trainable_angle(self, positions: Tensor) -> Tensor:
         """Return the angles of all pairs at these positions, in radians, for a method with a trainable parameter.

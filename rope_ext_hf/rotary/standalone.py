@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rope_ext_hf.errors import LengthError, MethodError
 from rope_ext_hf.methods.base import Rotary, may_keep_tensors
 from rope_ext_hf.methods.static import ntk_theta
+from rope_ext_hf.rotary.exported import is_exporting
 from rope_ext_hf.rotary.phase import angles, fixed_point
 
 
@@ -55,7 +56,7 @@ class NTKAwareRoPE(nn.Module):
         k: NTK scale alpha, at least 1; the tables have max_seq_len x k positions.
         dynamic: whether the tables grow for good. For an input longer than the tables, those of the smallest even k'
             with max_seq_len x k' >= length are used. True: they replace the tables for all later calls (unless the call
-            is being traced or exported). False: they are for that call only.
+            is being compiled). False: they are for that call only. A traced or exported module cannot grow.
         dtype: dtype of the tables.
         device: device of the tables.
 
@@ -116,7 +117,7 @@ class NTKAwareRoPE(nn.Module):
 
         Raises:
             ValueError: x has another number of dimensions or another head_dim.
-            LengthError: a negative offset.
+            LengthError: a negative offset, or an input longer than the tables in a trace or an export.
         """
         if x.ndim != 4 or x.shape[-1] != self.rotary.dim:
             raise ValueError(f"x must be (batch, length, heads, {self.rotary.dim}), got {tuple(x.shape)}")
@@ -125,6 +126,12 @@ class NTKAwareRoPE(nn.Module):
         reach = offset + x.shape[1]
         cos, sin = self.C, self.S
         if reach > cos.shape[0]:
+            if is_exporting():
+                least = int(reach) / self.rotary.trained_length
+                raise LengthError(
+                    f"a traced or exported module keeps its tables, which have {cos.shape[0]} positions, and this "
+                    f"input ends at {int(reach)}: make the module with a k of at least {least:g}"
+                )
             k = 2 * math.ceil(reach / (2 * self.rotary.trained_length))
             with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
                 cos, sin = self._tables(k, cos.dtype, cos.device)

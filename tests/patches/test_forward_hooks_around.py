@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import GenerationConfig
 
 import rope_ext_hf as rope
-from rope_ext_hf.errors import LengthError, UnsupportedModelError
+from rope_ext_hf.errors import LengthError
 from tests.support.models import TRAINED, build, logits, tokens
 
 PLAIN: dict[str, Any] = {"rope_theta": 10000.0, "original_max_position_embeddings": TRAINED // 2, "factor": 2.0}
@@ -63,7 +62,7 @@ OVER_LONGROPE: dict[str, tuple[str | None, dict[str, Any], int]] = {
 """Methods over the longrope of Phi-3, which has a list of divisors up to the original length and another beyond it, and
 the longest input that is read as by the unpatched model."""
 
-QUICK = [("linear", "compiled"), ("yarn", "compiled for any length"), ("dynamic-yarn", "exported")]
+QUICK = [("linear", "compiled"), ("yarn", "compiled for any length")]
 
 
 def phi3(which: str) -> Any:
@@ -82,39 +81,21 @@ def phi3(which: str) -> Any:
         pytest.param(which, mode, marks=[pytest.mark.thorough] * ((which, mode) not in QUICK))
         for which in OVER_LONGROPE
         if which != "unpatched"
-        for mode in ("compiled", "compiled for any length", "exported")
+        for mode in ("compiled", "compiled for any length")
     ],
 )
 def test_one_graph_over_the_longrope_of_phi3(which: str, mode: str) -> None:
     """Inputs are shorter and longer than the original length, and than the extended one."""
     model, unpatched, kept = phi3(which), phi3("unpatched"), OVER_LONGROPE[which][2]
-    traced: Any
-    if mode == "exported":
-        shapes = {"input_ids": {1: torch.export.Dim("length", min=4, max=1024)}, "use_cache": None}
-        example = (tokens(HALF + 3),)
-        traced = torch.export.export(model, example, {"use_cache": False}, dynamic_shapes=shapes).module()
-    else:
-        dynamic = True if mode == "compiled for any length" else None
-        traced = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
+    dynamic = True if mode == "compiled for any length" else None
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
     for length in (HALF + 1, HALF - 4, HALF, 4 * HALF, 4 * HALF + 1, 6 * HALF):
         ids = tokens(length)
         expected = logits(model, ids)
         with torch.no_grad():
-            torch.testing.assert_close(traced(ids, use_cache=False).logits, expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, atol=1e-5, rtol=1e-5)
         if length <= kept:
             torch.testing.assert_close(expected, logits(unpatched, ids), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("method", ["dynamic-self-extend", "jet-long"])
-def test_a_trace_of_positions_by_length_is_refused(method: str) -> None:
-    model = rope.patch(build("llama"), method)
-
-    class Logits(nn.Module):
-        def forward(self, ids: torch.Tensor) -> Any:
-            return model(input_ids=ids, use_cache=False).logits
-
-    with pytest.raises(UnsupportedModelError, match=r"torch\.jit\.trace"):
-        torch.jit.trace(Logits(), (tokens(80),), check_trace=False)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")

@@ -342,16 +342,6 @@ class TestLife:
         for left, right in zip(actual, module(torch.zeros(1), AT * 1000), strict=True):
             assert torch.equal(left, right)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("method", "params"), [("yarn", {"factor": 4}), *DEPENDENT])
-    def test_export(self, method: str, params: dict[str, Any]) -> None:
-        module = RotaryEmbedding(method, SMALL, **params)
-        x = torch.zeros(1)
-        exported = torch.export.export(module, (x, AT)).module()
-        for scale in (1, 50_000):  # within the trained length, as traced, and far beyond
-            for left, right in zip(exported(x, AT * scale), module(x, AT * scale), strict=True):
-                torch.testing.assert_close(left, right, rtol=0, atol=BOUND)
-
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     @pytest.mark.parametrize(("method", "params"), [("yarn", {"factor": 4, "ramp": "cycles"}), *DEPENDENT])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 NO_KERNEL = frozenset(
     (
@@ -24,6 +24,27 @@ NO_KERNEL = frozenset(
     )
 )
 """Operators that launch no kernel on a device, beside views."""
+
+
+class NarrowRuntime(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Compute as runtimes without 64-bit numbers do: int64 wraps at 32 bits, and float64 is rounded to float32.
+
+    Args:
+        floating: the dtype that float32 is rounded to as well, as runtimes do that compute in half precision.
+    """
+
+    def __init__(self, floating: torch.dtype = torch.float32) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.narrower = {torch.int64: torch.int32, torch.float64: floating, torch.float32: floating}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:  # it writes into its arguments, which have to stay what they are
+            return tree_map_only(Tensor, lambda x: x.copy_(self._narrow(x)), func(*args, **kwargs or {}))
+        args, kwargs = tree_map_only(Tensor, self._narrow, (args, kwargs or {}))
+        return tree_map_only(Tensor, self._narrow, func(*args, **kwargs))
+
+    def _narrow(self, x: Tensor) -> Tensor:
+        return x.to(self.narrower[x.dtype]).to(x.dtype) if x.dtype in self.narrower else x
 
 
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
