@@ -53,6 +53,9 @@ def find_key_layouts(model: nn.Module, decoder: nn.Module, slots: Sequence[Patch
         CacheCannotFollowError: the decoder does not run on one token, or what it keeps is not simply rotated; or its
             weights are not here, and no small model of its class can be built.
     """
+    tables = [table for table in tables_of(slots) if table.length_dependent]
+    if not tables:  # none of the frequencies of this decoder will change
+        return []
     reason = missing_weights(model)
     if reason is not None:
         layouts = _layouts_of_small_model(decoder, slots)
@@ -64,7 +67,7 @@ def find_key_layouts(model: nn.Module, decoder: nn.Module, slots: Sequence[Patch
                 f"{reason}. Patch it again where its weights are whole. {HOLD_ONE_LENGTH}"
             )
     with trying(model):
-        return probe_key_layouts(decoder, [table for table in tables_of(slots) if table.length_dependent])
+        return _probe(decoder, tables)
 
 
 def _layouts_of_small_model(decoder: nn.Module, slots: Sequence[PatchedSlot]) -> list[KeyLayout | None] | None:
@@ -98,10 +101,10 @@ def _small_layouts(
                 setattr(slot.parent, slot.attribute, slots[-1])
         except (UnsupportedModelError, MethodError):
             return None
-        return probe_key_layouts(small, [table for table in tables_of(slots) if table.length_dependent])
+        return _probe(small, [table for table in tables_of(slots) if table.length_dependent])
 
 
-def probe_key_layouts(decoder: nn.Module, tables: Sequence[RotaryEmbedding]) -> list[KeyLayout | None]:
+def _probe(decoder: nn.Module, tables: Sequence[RotaryEmbedding]) -> list[KeyLayout | None]:
     """Return how each layer of a decoder's cache keeps its keys, by running one token through it.
 
     A token that attends to itself alone is rotated together with its key, so that all hidden states are the same
