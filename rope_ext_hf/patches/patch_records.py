@@ -35,6 +35,7 @@ class PatchSpec:
         target_length: the extended length in tokens that was given; None: the method's own.
         native: whether a rope type of transformers may be saved that computes something else.
         layers: the layers that were named; None: the layers that attend to everything before them.
+        loading_code: whether the model comes from a folder with loading code, which it then is saved with again.
     """
 
     method: RopeMethod
@@ -42,6 +43,7 @@ class PatchSpec:
     target_length: int | None = None
     native: bool = False
     layers: tuple[str | int, ...] | None = None
+    loading_code: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the patch as plain values, as JSON holds them; `from_dict` reads them back."""
@@ -53,6 +55,8 @@ class PatchSpec:
         }
         if self.layers is not None:
             saved["layers"] = list(self.layers)
+        if self.loading_code:
+            saved["loading_code"] = True
         return saved
 
     @classmethod
@@ -67,17 +71,20 @@ class PatchSpec:
             method = method_from_dict(saved["method"])
             rotary = rotary_from_dict(saved["rotary"])
             layers, target_length, native = saved.get("layers"), saved["target_length"], saved["native"]
+            loading_code = saved.get("loading_code", False)
         except (KeyError, TypeError) as error:
             raise MethodError(f"not a saved patch: {error!r}") from error
         if target_length is not None and not (type(target_length) is int and 0 < target_length <= MOST_TOKENS):
             raise _wrong_value("target_length", "a positive whole number or null", target_length)
         if not isinstance(native, bool):
             raise _wrong_value("native", "true or false", native)
+        if not isinstance(loading_code, bool):
+            raise _wrong_value("loading_code", "true or false", loading_code)
         if layers is None:
-            return cls(method, rotary, target_length, native)
+            return cls(method, rotary, target_length, native, None, loading_code)
         if not isinstance(layers, list | tuple) or not all(type(layer) in (int, str) for layer in layers):
             raise _wrong_value("layers", "a list of layer numbers and layer types", layers)
-        return cls(method, rotary, target_length, native, tuple(layers))
+        return cls(method, rotary, target_length, native, tuple(layers), loading_code)
 
 
 def _wrong_value(key: str, kind: str, value: Any) -> MethodError:
@@ -140,7 +147,7 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
         raise CheckpointError(
             f"the {PATCH_KEY!r} record of this config is damaged ({error!r}); delete that key"
         ) from error
-    if not former_agree or not _still_stands(written, config.get("rope_parameters")):
+    if not former_agree or not still_stands(written, config.get("rope_parameters")):
         raise CheckpointError(
             f"this config carries a {PATCH_KEY!r} record, but its rope settings were changed since "
             f"(rope_parameters, or rope_scaling beside it); delete the {PATCH_KEY!r} key to use them as they stand"
@@ -179,10 +186,10 @@ def _former_keys_in(record: Mapping[str, Any]) -> set[str]:
     return {"rope_scaling", *keys} - {PATCH_KEY, *SAVED_KEYS}
 
 
-def _still_stands(written: Any, present: Any) -> bool:
+def still_stands(written: Any, present: Any) -> bool:
     """Return whether all settings that a patch wrote are still present; transformers may have added defaults."""
     if isinstance(written, Mapping):
         return isinstance(present, Mapping) and all(
-            _still_stands(value, present.get(key)) for key, value in written.items()
+            still_stands(value, present.get(key)) for key, value in written.items()
         )
     return bool(present == written)

@@ -21,6 +21,7 @@ from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.fingerprint import fingerprint_record
 from rope_ext_hf.patches.gguf_models import name_way_out
+from rope_ext_hf.patches.loading_code import write_loading_code
 from rope_ext_hf.patches.patch_records import PATCH_KEY
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
@@ -76,15 +77,18 @@ class _RewritingSave:
             save()
         if is_main_process:
             rewrite_config(Path(save_directory), self.model)
-            _warn_of_plain_loading(self.model)
+            state = patched_slots(self.model)[0].state
+            if state.encoding.loads_plainly:
+                return
+            if any(spec.loading_code for spec in (*state.below, state.spec)):
+                write_loading_code(save_directory)
+            else:
+                _warn_of_plain_loading(state)
 
 
-def _warn_of_plain_loading(model: nn.Module) -> None:
-    """Warn if plain transformers raises an error when it loads the folder that was just saved."""
-    state = patched_slots(model)[0].state
+def _warn_of_plain_loading(state: PatchState) -> None:
+    """Warn that plain transformers raises an error when it loads the folder that was just saved."""
     method, rotary = state.spec.method, state.spec.rotary
-    if state.encoding.loads_plainly:
-        return
     native = ""
     approximate = method.approximate_rope_parameters(rotary)
     if approximate is not None:
