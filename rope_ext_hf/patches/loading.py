@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +39,7 @@ from rope_ext_hf.patches.patch_records import (
     SAVED_KEYS,
     checked_specs,
     original_settings,
+    replaced_note,
     saved_specs,
     still_stands,
     undo_saved_patch,
@@ -211,7 +213,7 @@ def from_pretrained(
         path: a local folder, a Hub id, a GGUF file, or "reference" for the bundled model. The weights of a GGUF file
             are unpacked, so that the model takes the memory of its dtype.
         method: a method to patch the model with, by name or as an object. It replaces the patch that is saved in the
-            folder, unless `over` says "patched".
+            folder, which a warning says, unless `over` says "patched".
         auto_class: the class of transformers to load with, for example "AutoModel". The default is the class that the
             config names under `architectures`, and AutoModelForCausalLM if it names none; for an adapter it is the
             class that the adapter's task needs.
@@ -258,7 +260,11 @@ def from_pretrained(
         base = _load_patched(adapter.base, config, record, auto_class or adapter.auto_class, kwargs)
         model = cast("PreTrainedModel", adapter.load_onto(base, **own))
     if method is not None:
-        patch_as_planned(plan_patch(model, method, **arguments, **params))
+        plan = plan_patch(model, method, **arguments, **params)
+        replaced = None if record is None or over == "patched" else replaced_note(saved_specs(record), plan.state.spec)
+        if replaced is not None:
+            warnings.warn(replaced, stacklevel=2)
+        patch_as_planned(plan)
     return model
 
 

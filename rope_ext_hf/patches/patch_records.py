@@ -7,7 +7,7 @@ keys that it does not know, so the record survives saving and loading.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
+from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.engine_keys import former_keys
 
 __all__ = ["PATCH_KEY", "SAVED_KEYS", "PatchSpec", "checked_specs"]
@@ -44,6 +45,11 @@ class PatchSpec:
     native: bool = False
     layers: tuple[str | int, ...] | None = None
     loading_code: bool = False
+
+    @property
+    def length(self) -> int | None:
+        """The extended length in tokens; None: the method follows the input."""
+        return self.target_length or self.method.extended_length(self.rotary)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the patch as plain values, as JSON holds them; `from_dict` reads them back."""
@@ -123,6 +129,25 @@ def recorded_specs(config: Any) -> list[PatchSpec]:
     """Return the patches that a config object records, bottom first; none where it has no record."""
     record = vars(config).get(PATCH_KEY)
     return [] if record is None else saved_specs(record)
+
+
+def replaced_note(recorded: Sequence[PatchSpec], spec: PatchSpec, over: str = "over='patched'") -> str | None:
+    """Return a sentence on the patch that a folder records and that a new one replaces; None where there is none.
+
+    Args:
+        recorded: the patches that the folder records, bottom first.
+        spec: the new patch.
+        over: how a user says that the recorded patch stays underneath.
+    """
+    if not recorded or (recorded[-1].method, recorded[-1].rotary) == (spec.method, spec.rotary):
+        return None
+    top = recorded[-1]
+    before, after = top.length, spec.length
+    name = f"{top.method.name} for {before:,} tokens" if before else top.method.name
+    lengths = f": {before:,} tokens become {after:,}" if before and after and before != after else ""
+    # A remapping method changes positions, over which no other method can be put.
+    way_out = "" if isinstance(top.method, RemappingMethod) else f". {over} keeps it underneath"
+    return f"the folder of this model records {name}, and this patch replaces it{lengths}{way_out}"
 
 
 def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
