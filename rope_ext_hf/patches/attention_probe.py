@@ -399,9 +399,8 @@ def _run(
             ) from error
     if not records:
         way_out = "use a frequency method"
-        if any(
-            package_of_forward(module) not in ("transformers", "torch", "rope_ext_hf") for module in decoder.modules()
-        ):
+        packages = {package_of_forward(module) for module in decoder.modules()}
+        if packages - {"transformers", "torch", "rope_ext_hf"}:
             way_out += (
                 ", or let its attention modules call ALL_ATTENTION_FUNCTIONS of transformers by the name "
                 "config._attn_implementation (docs/own-models.md)"

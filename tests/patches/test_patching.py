@@ -508,6 +508,7 @@ def test_patching_is_silent() -> None:
     assert caught == []
 
 
+@pytest.mark.filterwarnings("ignore:the folder of this model records:UserWarning")
 def test_a_model_by_its_name(tmp_path: Path) -> None:
     model = rope.patch("reference", "yarn", target_length="2k")
     assert rope.describe(model).extended_length == 2048
