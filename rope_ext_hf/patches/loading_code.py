@@ -81,13 +81,11 @@ def _auto_classes(config: dict[str, Any]) -> list[str]:
             f"transformers has no model type {model_type!r}, so code in the folder could not load it; load it with "
             "rope_ext_hf.from_pretrained"
         )
+    autos: dict[str, Any] = {name: auto for name, auto in vars(modeling_auto).items() if hasattr(transformers, name)}
     names = [
         name
-        for name, auto in sorted(vars(modeling_auto).items())
-        if hasattr(transformers, name)
-        and isinstance(auto, type)
-        and getattr(auto, "_model_mapping", None) is not None
-        and known[model_type] in auto._model_mapping
+        for name, auto in sorted(autos.items())
+        if getattr(auto, "_model_mapping", None) is not None and known[model_type] in auto._model_mapping
     ]
     try:
         with left_out_of_log(*UNKNOWN_TYPE):

@@ -146,7 +146,7 @@ class OwnRotary(nn.Module):
         self.config = None if lacks == "config" else config
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None] * getattr(self, "inv_freq", self.freqs)
+        angles = position_ids[..., None] * next(self.buffers())
         return torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
 
 
@@ -182,7 +182,7 @@ def test_of_a_rotary_module_of_ones_own_it_is_said_what_it_needs(lacks: str, rea
 
 
 class OwnDecoder(transformers.LlamaModel):  # type: ignore[misc]
-    def forward(self, input_ids: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Tensor) -> Any:
         return super().forward(input_ids)
 
 
