@@ -54,7 +54,7 @@ PROMPT, ANSWER, CHUNK = 100, 3, 37
 """Tokens of a prompt and its answers, and of a chunk, which no window, state or chunk of attention divides."""
 BECAUSE = {
     "full-attention layers of this": "no layer that attends to everything rotates: only sliding-window layers do",
-    "compute angles themselves": "cos and sin are no module of their own: built into the attention, or none",
+    "embedding that can be replaced": "cos and sin are no module of their own: built into the attention, or none",
     "temperature has nothing to change": "its attention has a factor of its own, which grows with the position",
     "rotates values, too": "its attention rotates values, too, so that the attention factor must be given",
     "trains one set of frequencies": "several sets of frequencies",

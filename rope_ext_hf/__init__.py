@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.describing import describe as describe
     from rope_ext_hf.patches.fingerprint import Fingerprint as Fingerprint
     from rope_ext_hf.patches.loading import from_pretrained as from_pretrained
+    from rope_ext_hf.patches.loading_classes import loading_class as loading_class
     from rope_ext_hf.patches.loading_code import write_loading_code as write_loading_code
     from rope_ext_hf.patches.patching import fixed_length as fixed_length
     from rope_ext_hf.patches.patching import patch as patch

@@ -17,7 +17,7 @@ import typer
 
 from rope_ext_hf.cli.console import print_note, progress_bar
 from rope_ext_hf.cli.options import SourceOptions
-from rope_ext_hf.errors import MethodError, short, size_text
+from rope_ext_hf.errors import MethodError, capital, short, size_text
 from rope_ext_hf.files import list_files
 from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.plug_ins import plug_ins
@@ -50,10 +50,13 @@ def write_patched(
     from rope_ext_hf.files import foreign_errors, mistral_format_files
     from rope_ext_hf.hub import folder_and_hub_id
     from rope_ext_hf.patches.folder_copies import save_patched_folder
+    from rope_ext_hf.patches.patch_records import replaced_note
+    from rope_ext_hf.patches.slots import present_specs
     from rope_ext_hf.runs.chosen_methods import apply_choice
 
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
+        recorded = present_specs(empty)
         apply_choice(methods, empty, native=native)
         folder, hub_id = folder_and_hub_id(model, revision=source.revision)
         finish = partial(
@@ -68,6 +71,9 @@ def write_patched(
         with progress_bar("copying", unit="bytes") as bar:
             save_patched_folder(empty, folder, out, bar.set, as_code, finish, keep_mistral_format)
         description = described(empty, model, source)
+        replaced = replaced_note(recorded, present_specs(empty)[-1], over="--over patched")
+        if replaced is not None and len(present_specs(empty)) == 1:
+            description = replace(description, notes=(*description.notes, f"{capital(replaced)}."))
         names = ", ".join(mistral_format_files(folder))
         if not names:
             return description

@@ -57,6 +57,7 @@ Save
 
 Load
     loading: load models and adapters with the patch that was saved with them.
+    loading_classes: what the code in a folder does when transformers runs it.
     fingerprint: compare what rotates in two models.
 
 Describe

@@ -38,7 +38,7 @@ ADAPTER_KEY = f"{PATCH_KEY}: load with rope_ext_hf.from_pretrained"
 """The key of adapter_config.json that holds the record of a patch."""
 SAVE_ROUTE = f"a record in {ADAPTER_CONFIG}; load with rope_ext_hf.from_pretrained"
 """The words of `describe` for the way in which an adapter is saved."""
-_RECORDED_KEYS = ("method", "rotary", "target_length", "native", "below", FINGERPRINT_KEY)
+_RECORDED_KEYS = ("method", "rotary", "target_length", "native", "layers", "loading_code", "below", FINGERPRINT_KEY)
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
 """Arguments of from_pretrained that say where on the Hub, or in its cache, a file is."""
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")

@@ -10,10 +10,12 @@ keeps the result with the module. The hooks here tell the function the positions
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from rope_ext_hf.attention.rules import RowGroup
@@ -28,12 +30,18 @@ from rope_ext_hf.patches.attention_interface import (
     Places,
     places_of_attention,
 )
+from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.decoder_arguments import arguments
 from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, place_tokens
 from rope_ext_hf.patches.forward_hooks import Arguments, DecoderHooks
+from rope_ext_hf.patches.planning import on_meta_device
+from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.cache_state import CacheState, check_origin
 from rope_ext_hf.rotary.forward_state import graph_break
+
+_PROBING = threading.Lock()
+"""Held while a decoder is probed in a forward, when no other thread may run it."""
 
 
 class RemappingHooks(DecoderHooks):
@@ -52,6 +60,7 @@ class RemappingHooks(DecoderHooks):
         """Work out the positions of all tokens, and pass them on to the attention modules inside."""
         if PROBE_RECORDS.get() is not None:  # a forward of attention_probe, with attention of its own
             return None
+        self._look_up_layers(decoder)
         _check_attention(decoder, kwargs)
         context = self.begin(decoder, arguments(decoder, args, kwargs))
         if context is None:
@@ -59,7 +68,6 @@ class RemappingHooks(DecoderHooks):
         if context.past_length:
             context.cache_state = check_origin(context.cache, self.origin())
         context.token_positions = positions = place_tokens(context)
-        self._look_up_layers(decoder)
         context.layers = self.layers
         context.row_groups = self._group_rows(context)
         if context.cache_state is None:
@@ -95,12 +103,24 @@ class RemappingHooks(DecoderHooks):
         moved = any(getattr(parent, name, None) is not module for parent, name, module in self.places)
         if self.layers and not moved:
             return
-        self.layers = {}
-        for module in decoder.modules():
-            layer: Layer | None = module.__dict__.get(LAYER_ATTRIBUTE)
-            if layer is not None:
-                self.layers[layer.index] = module
+        layers = _prepared_layers(decoder)
+        if not layers and not on_meta_device(decoder):
+            with _PROBING:
+                layers = _prepared_layers(decoder) or self._prepare_layers(decoder)
+        self.layers = layers
         self.places = places_of_attention(decoder, self.layers.values(), self.slots[0].state.spec.method.name)
+
+    def _prepare_layers(self, decoder: nn.Module) -> dict[int, nn.Module]:
+        """Prepare the attention modules of a decoder that was patched without its weights; return them by index.
+
+        This is done in the first forward, before any of its state is kept.
+        """
+        spec = self.slots[0].state.spec
+        assert isinstance(spec.method, RemappingMethod)
+        slots = find_slots(decoder, spec.layers)
+        with torch.inference_mode(mode=False):  # what is measured here serves later forwards with gradients, too
+            attach(probe_layers(decoder, slots, spec.method, spec.rotary), slots[0].config)
+        return _prepared_layers(decoder)
 
     def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Free what was kept for the layers of this forward, and record in its cache how its keys are rotated."""
@@ -144,6 +164,16 @@ class RemappingHooks(DecoderHooks):
         """Register the attention function, which a pickled model needs in the process that loads it."""
         self.__dict__.update(state)
         register()
+
+
+def _prepared_layers(decoder: nn.Module) -> dict[int, nn.Module]:
+    """Return the attention modules of a decoder that `attach` has prepared, by their index."""
+    layers: dict[int, nn.Module] = {}
+    for module in decoder.modules():
+        layer: Layer | None = module.__dict__.get(LAYER_ATTRIBUTE)
+        if layer is not None:
+            layers[layer.index] = module
+    return layers
 
 
 def _check_attention(decoder: nn.Module, kwargs: dict[str, Any]) -> None:

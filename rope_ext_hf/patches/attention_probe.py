@@ -33,7 +33,7 @@ from rope_ext_hf.patches.attention_interface import (
     is_sliding,
     places_of_attention,
 )
-from rope_ext_hf.patches.decoder_arguments import check_names
+from rope_ext_hf.patches.decoder_arguments import check_names, is_of_transformers, package_of_forward
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
@@ -83,8 +83,9 @@ def _unsupported(
     if refused is None and not _computes_the_same(module, query, key, value, kwargs):
         from transformers import __version__
 
+        release = f" in transformers {__version__}" if is_of_transformers(module) else ""
         keywords = ", ".join(sorted(name for name, value in kwargs.items() if value is not None))
-        refused = f"attention that this package does not compute in transformers {__version__} (called with {keywords})"
+        refused = f"attention that this package does not compute{release} (called with {keywords})"
     return refused
 
 
@@ -360,7 +361,10 @@ def _device_of_input(*modules: Any) -> torch.device:
             continue
         # On the meta device while they are offloaded: hooks of accelerate then move the input where it is needed.
         return torch.device("cpu") if device.type == "meta" else device
-    raise UnsupportedModelError(f"{type(modules[-1]).__name__} does not name its input embeddings")
+    raise UnsupportedModelError(
+        f"{type(modules[-1]).__name__} does not name its input embeddings: its get_input_embeddings must return the "
+        "one module that embeds token ids. Use a frequency method (yarn, ntk), which does not need it"
+    )
 
 
 def _run(
@@ -390,8 +394,15 @@ def _run(
                 f"to find out how it attends: {one_line(error)}"
             ) from error
     if not records:
+        way_out = "use a frequency method"
+        packages = {package_of_forward(module) for module in decoder.modules()}
+        if packages - {"transformers", "torch", "rope_ext_hf"}:
+            way_out += (
+                ", or let its attention modules call ALL_ATTENTION_FUNCTIONS of transformers by the name "
+                "config._attn_implementation (docs/own-models.md)"
+            )
         raise UnsupportedModelError(
             f"the attention of {type(decoder).__name__} does not go through transformers' attention interface, so a "
-            "remapping method cannot replace it; use a frequency method"
+            f"remapping method cannot replace it; {way_out}"
         )
     return list(records)

@@ -75,9 +75,12 @@ def rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
         parameters = {"rope_type": "default", "rope_theta": config_number(config, "rope_theta")}
     settings = parameters.get(layer_type) if layer_type is not None else parameters
     if not settings or settings.get("rope_theta") is None:
+        layers = f" for its {layer_type!r} layers" if layer_type else ""
         raise UnsupportedModelError(
-            f"the config of this {config.model_type!r} model has no rope_parameters with a rope_theta"
-            + (f" for its {layer_type!r} layers" if layer_type else "")
+            f"the config of this {config.model_type!r} model has no rope_parameters with a rope_theta{layers}, in "
+            "which a patch is stated and saved. If its class reads them, set them in the config, such as "
+            "rope_parameters={'rope_type': 'default', 'rope_theta': 10000.0}; a class that reads none cannot be "
+            "patched (docs/models.md lists the models that can)"
         )
     return dict(settings)
 

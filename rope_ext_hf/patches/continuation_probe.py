@@ -24,7 +24,7 @@ from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.attention_interface import Layer
-from rope_ext_hf.patches.decoder_arguments import cache_of_output, cache_parameter
+from rope_ext_hf.patches.decoder_arguments import cache_of_output, cache_parameter, is_of_transformers
 from rope_ext_hf.patches.key_layout_probe import CacheCannotFollowError
 from rope_ext_hf.patches.slots import patched_slots, tables_of
 from rope_ext_hf.patches.temporary import trying
@@ -233,9 +233,11 @@ def _refusal(decoder: nn.Module, name: str, reason: str) -> UnsupportedModelErro
     """Return the error for a decoder that computes something else with a cache under the method `name`."""
     from transformers import __version__
 
+    release, change = f" of transformers {__version__}", "another release of transformers, and please report this"
+    if not is_of_transformers(decoder):
+        release, change = "", "correct how its forward uses the cache"
     return UnsupportedModelError(
-        f"under {name}, {type(decoder).__name__} of transformers {__version__} does not compute the same with a cache "
+        f"under {name}, {type(decoder).__name__}{release} does not compute the same with a cache "
         f"as in one forward over the same tokens ({reason}), so that generated text would be wrong. The model is as "
-        "it was. Use a static method (yarn, ntk, linear, ...), or another release of transformers, and please report "
-        "this"
+        f"it was. Use a static method (yarn, ntk, linear, ...), or {change}"
     )

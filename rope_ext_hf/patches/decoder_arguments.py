@@ -32,7 +32,7 @@ from typing import Any, ForwardRef, get_args
 
 from torch import Tensor, nn
 
-from rope_ext_hf.errors import LengthError, UnsupportedModelError
+from rope_ext_hf.errors import LengthError, UnsupportedModelError, listed
 
 _CACHE_NAMES = ("cache", "past_key_values")
 """Names of the cache that transformers has used, the newest first."""
@@ -48,6 +48,17 @@ def takes_tokens(module: nn.Module) -> bool:
     return not set(_TOKEN_NAMES).isdisjoint(parameters) and "hidden_states" not in parameters
 
 
+def is_of_transformers(module: nn.Module) -> bool:
+    """Return whether the forward of a module is code of transformers, and not of a class of somebody's own."""
+    return package_of_forward(module) == "transformers"
+
+
+def package_of_forward(module: nn.Module) -> str:
+    """Return the name of the package that defines the forward of a module."""
+    defined_in = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    return defined_in.__module__.partition(".")[0]
+
+
 def check_names(decoder: nn.Module) -> None:
     """Check that a decoder's forward has every argument that is read by its name; else raise UnsupportedModelError.
 
@@ -61,6 +72,12 @@ def check_names(decoder: nn.Module) -> None:
 
 def _renamed(decoder: nn.Module, *missing: str) -> UnsupportedModelError:
     """Return the error for a decoder that lacks arguments which it should have."""
+    if not is_of_transformers(decoder):
+        return UnsupportedModelError(
+            f"the forward of {type(decoder).__name__} takes no {' and no '.join(missing)}, which length-dependent and "
+            f"remapping methods read: give it {listed(_READ_BY_NAME)} (docs/own-models.md), or use a static method "
+            "(yarn, ntk, linear, ...)"
+        )
     return UnsupportedModelError(
         f"{_class_and_release(decoder)} takes no {' and no '.join(missing)}, which length-dependent and remapping "
         "methods read; this release may have given it another name. Use a static method (yarn, ntk, linear, ...), or "
@@ -185,9 +202,11 @@ def cache_parameter(*modules: nn.Module) -> str:
         best = [name for name in named if name in annotated] + annotated + named
         if best:
             return best[0]
+    own_class = not is_of_transformers(modules[0])
     raise UnsupportedModelError(
         f"the forward of {_class_and_release(modules[0])} has no argument that holds a Cache, nor one of the names "
-        f"{' and '.join(_CACHE_NAMES)}; use another release of transformers"
+        f"{' and '.join(_CACHE_NAMES)}; "
+        + ("give it one (docs/own-models.md)" if own_class else "use another release of transformers")
     )
 
 

@@ -23,7 +23,7 @@ from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.fingerprint import fingerprint_record
 from rope_ext_hf.patches.generation_length import GENERATION_CONFIG, extend_generation_file
-from rope_ext_hf.patches.loading_code import write_loading_code
+from rope_ext_hf.patches.loading_code import CODE_FILE, write_loading_code
 from rope_ext_hf.patches.patch_records import PATCH_KEY
 from rope_ext_hf.patches.saving import rewrite_config
 from rope_ext_hf.patches.slots import patched_slots
@@ -31,7 +31,7 @@ from rope_ext_hf.patches.slots import patched_slots
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_NOT_COPIED = frozenset({"config.json", "README.md", "__init__.py", "run.yaml"})
+_NOT_COPIED = frozenset({"config.json", "README.md", "__init__.py", "run.yaml", CODE_FILE})
 """Files that a patched copy lacks or has of its own. The source's model card and run file are about another model."""
 _FOLDERS_NOT_COPIED = frozenset({"__pycache__", ".eval_results"})
 _CHANGED_COPIES = {

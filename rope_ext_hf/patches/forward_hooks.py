@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.patches.decoder_arguments import arguments, cache_of_output, takes_tokens
+from rope_ext_hf.patches.decoder_arguments import arguments, cache_of_output, is_of_transformers, takes_tokens
 from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask
 from rope_ext_hf.patches.hooked_forward import ForwardHooks, HookedForward
 from rope_ext_hf.patches.rotation_kernels import kernels_of
@@ -160,6 +160,26 @@ def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[Patch
         decoder_hooks.prepare(model, modules[path])
 
 
+def _takes_no_tokens(model: Any) -> UnsupportedModelError:
+    """Return the error for a model that takes neither token ids nor embeddings: a part of another one, or not of text.
+
+    Every model of transformers takes what its class names as its main input.
+    """
+    arguments = list(inspect.signature(type(model).forward).parameters)[1:]
+    main = getattr(model, "main_input_name", None)
+    which = f"{type(model).__name__} takes {main if main in arguments else arguments[0]}"
+    if "hidden_states" in arguments:
+        way_out = "It is a part of a model: patch the whole model"
+    elif not is_of_transformers(model):
+        way_out = "Give its forward input_ids (docs/own-models.md), or use a static method (yarn, ntk, linear, ...)"
+    else:
+        way_out = "Use a static method (yarn, ntk, linear, ...)"
+    return UnsupportedModelError(
+        f"{which}, and neither input_ids nor inputs_embeds, by which length-dependent and remapping methods count "
+        f"tokens. {way_out}"
+    )
+
+
 def decoder_of(model: nn.Module, module: nn.Module) -> nn.Module:
     """Return the decoder that a module of a model belongs to: itself, or the next module around it that takes tokens.
 
@@ -175,9 +195,6 @@ def _decoder_path(modules: Mapping[str, nn.Module], path: str) -> str:
     """Return the path of the decoder that the module at a path belongs to; `modules` are those of a model by path."""
     while not takes_tokens(modules[path]):
         if not path:
-            raise UnsupportedModelError(
-                f"no module of {type(modules['']).__name__} around its rotary embedding takes input_ids or "
-                "inputs_embeds; patch the whole model, not a part of it"
-            )
+            raise _takes_no_tokens(modules[""])
         path = path.rpartition(".")[0]
     return path

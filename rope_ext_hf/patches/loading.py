@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +34,17 @@ from rope_ext_hf.patches.gguf_models import (
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.loading_code import without_loading_code
 from rope_ext_hf.patches.model_classes import class_to_load, empty_model
-from rope_ext_hf.patches.patch_records import PATCH_KEY, SAVED_KEYS, original_settings, saved_specs, written_keys
+from rope_ext_hf.patches.patch_records import (
+    PATCH_KEY,
+    SAVED_KEYS,
+    checked_specs,
+    original_settings,
+    replaced_note,
+    saved_specs,
+    still_stands,
+    undo_saved_patch,
+    written_keys,
+)
 from rope_ext_hf.patches.planning import plan_patch
 from rope_ext_hf.reference import folder_of
 
@@ -97,6 +109,57 @@ def _gguf_config(file: Path) -> Any:
     return config
 
 
+def before_patch(config: Any) -> tuple[Any, dict[str, Any] | None]:
+    """Return a copy of a config object of a patched folder as it was before the patch, and the record of the patch.
+
+    The record is None where the config has none; the copy is then equal to the config. Settings that were changed since
+    the config was read keep their new values.
+
+    Raises:
+        CheckpointError: the record is damaged, or a setting was changed that the patch states.
+    """
+    plain = copy.deepcopy(config)
+    parts = [plain, *[value for value in vars(plain).values() if hasattr(value, "model_type")]]
+    part = next((part for part in parts if PATCH_KEY in vars(part)), None)
+    if part is None:
+        return plain, None
+    record = vars(part)[PATCH_KEY]
+    checked_specs(record, "this config")
+    for key in ("rope_parameters", "max_position_embeddings"):
+        if not still_stands(record.get(key), getattr(part, key)):
+            raise _set_by_patch(key)
+    undo_saved_patch(part)
+    vars(plain).update(without_loading_code({"auto_map": vars(plain).pop("auto_map", None)}))
+    return plain, record
+
+
+def load_patched_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the config object of a patched folder with its patch, also where its class refuses the rope type.
+
+    Args:
+        path: a local folder or a Hub id.
+        **kwargs: arguments of transformers' from_pretrained for configs, and settings that replace those of the folder.
+
+    Returns:
+        The config, and those of `kwargs` that transformers has no use for in a config.
+
+    Raises:
+        CheckpointError: as `load_config` raises it.
+    """
+    from transformers.configuration_utils import PreTrainedConfig
+
+    before, _ = load_config(path, **{key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs})
+    raw, kwargs = PreTrainedConfig.get_config_dict(path, **kwargs)
+    config, unused = type(before).from_dict(before.to_dict(), **kwargs | {"return_unused_kwargs": True})
+    for part, stated in [(config, raw), *[(getattr(config, key, None), value) for key, value in raw.items()]]:
+        if isinstance(stated, dict) and PATCH_KEY in stated:
+            keys = written_keys(stated[PATCH_KEY]) & (stated.keys() - kwargs.keys())
+            vars(part).update({key: stated[key] for key in keys})
+    if "auto_map" in raw:
+        config.auto_map = raw["auto_map"]
+    return config, unused
+
+
 def _before_patch(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a config that records a patch, as they were before it."""
     restored = original_settings(config) or {}
@@ -150,7 +213,7 @@ def from_pretrained(
         path: a local folder, a Hub id, a GGUF file, or "reference" for the bundled model. The weights of a GGUF file
             are unpacked, so that the model takes the memory of its dtype.
         method: a method to patch the model with, by name or as an object. It replaces the patch that is saved in the
-            folder, unless `over` says "patched".
+            folder, which a warning says, unless `over` says "patched".
         auto_class: the class of transformers to load with, for example "AutoModel". The default is the class that the
             config names under `architectures`, and AutoModelForCausalLM if it names none; for an adapter it is the
             class that the adapter's task needs.
@@ -197,7 +260,11 @@ def from_pretrained(
         base = _load_patched(adapter.base, config, record, auto_class or adapter.auto_class, kwargs)
         model = cast("PreTrainedModel", adapter.load_onto(base, **own))
     if method is not None:
-        patch_as_planned(plan_patch(model, method, **arguments, **params))
+        plan = plan_patch(model, method, **arguments, **params)
+        replaced = None if record is None or over == "patched" else replaced_note(saved_specs(record), plan.state.spec)
+        if replaced is not None:
+            warnings.warn(replaced, stacklevel=2)
+        patch_as_planned(plan)
     return model
 
 
@@ -214,6 +281,8 @@ def _load_patched(
         kwargs: arguments of transformers' from_pretrained.
     """
     path, kwargs = with_gguf_file(path, kwargs)  # the base model of an adapter may be a GGUF file
+    if record is not None and hasattr(kwargs.get("config"), "model_type"):
+        config, _ = before_patch(kwargs.pop("config"))
     check_sizes(config)
     check_regular(Path(path))
     loader = class_to_load(config, auto_class)
@@ -228,10 +297,7 @@ def _load_patched(
     settings = [key for key in kwargs if hasattr(config, key) and key not in _LOADING_ARGUMENTS]
     for key in settings:
         if {key, usual.get(key)} & {*SAVED_KEYS}:
-            raise CheckpointError(
-                f"{key} of a patched folder is set by its patch and cannot be given: leave it out, and patch the "
-                "loaded model again for another value"
-            )
+            raise _set_by_patch(key)
         setattr(config, key, kwargs.pop(key))
     if family(config.model_type).angle_table:
         # The saved weights hold the table of the patch, which is longer than that of the model before it.
@@ -242,6 +308,14 @@ def _load_patched(
     else:
         model = _load_whole(loader, path, auto_class, {"config": config, **kwargs})
     return restore_patch(model, record)
+
+
+def _set_by_patch(key: str) -> CheckpointError:
+    """Return the error for a setting that a user gave although the patch of the folder states it."""
+    return CheckpointError(
+        f"{key} of a patched folder is set by its patch and cannot be given: leave it out, and patch the loaded model "
+        "again for another value"
+    )
 
 
 def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: dict[str, Any]) -> PreTrainedModel:

@@ -7,7 +7,7 @@ keys that it does not know, so the record survives saving and loading.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
+from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.engine_keys import former_keys
 
 __all__ = ["PATCH_KEY", "SAVED_KEYS", "PatchSpec", "checked_specs"]
@@ -35,6 +36,7 @@ class PatchSpec:
         target_length: the extended length in tokens that was given; None: the method's own.
         native: whether a rope type of transformers may be saved that computes something else.
         layers: the layers that were named; None: the layers that attend to everything before them.
+        loading_code: whether the model comes from a folder with loading code, which it then is saved with again.
     """
 
     method: RopeMethod
@@ -42,6 +44,12 @@ class PatchSpec:
     target_length: int | None = None
     native: bool = False
     layers: tuple[str | int, ...] | None = None
+    loading_code: bool = False
+
+    @property
+    def length(self) -> int | None:
+        """The extended length in tokens; None: the method follows the input."""
+        return self.target_length or self.method.extended_length(self.rotary)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the patch as plain values, as JSON holds them; `from_dict` reads them back."""
@@ -53,6 +61,8 @@ class PatchSpec:
         }
         if self.layers is not None:
             saved["layers"] = list(self.layers)
+        if self.loading_code:
+            saved["loading_code"] = True
         return saved
 
     @classmethod
@@ -67,17 +77,20 @@ class PatchSpec:
             method = method_from_dict(saved["method"])
             rotary = rotary_from_dict(saved["rotary"])
             layers, target_length, native = saved.get("layers"), saved["target_length"], saved["native"]
+            loading_code = saved.get("loading_code", False)
         except (KeyError, TypeError) as error:
             raise MethodError(f"not a saved patch: {error!r}") from error
         if target_length is not None and not (type(target_length) is int and 0 < target_length <= MOST_TOKENS):
             raise _wrong_value("target_length", "a positive whole number or null", target_length)
         if not isinstance(native, bool):
             raise _wrong_value("native", "true or false", native)
+        if not isinstance(loading_code, bool):
+            raise _wrong_value("loading_code", "true or false", loading_code)
         if layers is None:
-            return cls(method, rotary, target_length, native)
+            return cls(method, rotary, target_length, native, None, loading_code)
         if not isinstance(layers, list | tuple) or not all(type(layer) in (int, str) for layer in layers):
             raise _wrong_value("layers", "a list of layer numbers and layer types", layers)
-        return cls(method, rotary, target_length, native, tuple(layers))
+        return cls(method, rotary, target_length, native, tuple(layers), loading_code)
 
 
 def _wrong_value(key: str, kind: str, value: Any) -> MethodError:
@@ -118,6 +131,25 @@ def recorded_specs(config: Any) -> list[PatchSpec]:
     return [] if record is None else saved_specs(record)
 
 
+def replaced_note(recorded: Sequence[PatchSpec], spec: PatchSpec, over: str = "over='patched'") -> str | None:
+    """Return a sentence on the patch that a folder records and that a new one replaces; None where there is none.
+
+    Args:
+        recorded: the patches that the folder records, bottom first.
+        spec: the new patch.
+        over: how a user says that the recorded patch stays underneath.
+    """
+    if not recorded or (recorded[-1].method, recorded[-1].rotary) == (spec.method, spec.rotary):
+        return None
+    top = recorded[-1]
+    before, after = top.length, spec.length
+    name = f"{top.method.name} for {before:,} tokens" if before else top.method.name
+    lengths = f": {before:,} tokens become {after:,}" if before and after and before != after else ""
+    # A remapping method changes positions, over which no other method can be put.
+    way_out = "" if isinstance(top.method, RemappingMethod) else f". {over} keeps it underneath"
+    return f"the folder of this model records {name}, and this patch replaces it{lengths}{way_out}"
+
+
 def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the settings that a config had before the patch that it records; None where it has no record.
 
@@ -140,7 +172,7 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
         raise CheckpointError(
             f"the {PATCH_KEY!r} record of this config is damaged ({error!r}); delete that key"
         ) from error
-    if not former_agree or not _still_stands(written, config.get("rope_parameters")):
+    if not former_agree or not still_stands(written, config.get("rope_parameters")):
         raise CheckpointError(
             f"this config carries a {PATCH_KEY!r} record, but its rope settings were changed since "
             f"(rope_parameters, or rope_scaling beside it); delete the {PATCH_KEY!r} key to use them as they stand"
@@ -179,10 +211,10 @@ def _former_keys_in(record: Mapping[str, Any]) -> set[str]:
     return {"rope_scaling", *keys} - {PATCH_KEY, *SAVED_KEYS}
 
 
-def _still_stands(written: Any, present: Any) -> bool:
+def still_stands(written: Any, present: Any) -> bool:
     """Return whether all settings that a patch wrote are still present; transformers may have added defaults."""
     if isinstance(written, Mapping):
         return isinstance(present, Mapping) and all(
-            _still_stands(value, present.get(key)) for key, value in written.items()
+            still_stands(value, present.get(key)) for key, value in written.items()
         )
     return bool(present == written)

@@ -6,7 +6,8 @@ Everything that a patch changes is planned first, by `rope_ext_hf.patches.planni
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -20,6 +21,7 @@ from rope_ext_hf.patches.applying import patch_as_planned, replay, take_off
 from rope_ext_hf.patches.held_lengths import held_at
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.loading import from_pretrained
+from rope_ext_hf.patches.patch_records import PatchSpec, replaced_note
 from rope_ext_hf.patches.planning import plan_patch
 from rope_ext_hf.patches.slot_finding import find_slots, own_length_dependent
 from rope_ext_hf.patches.slots import patched_slots, present_specs, tables_of
@@ -63,13 +65,15 @@ def patch(
         model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
         rope.patch(model, "yarn", factor=4)
 
-    A model that is patched already gets the new method instead of the old one, unless `over` says "patched". When an
-    exception is raised, the model is as it was before the call.
+    A model that is patched already gets the new method instead of the old one, unless `over` says "patched". So does a
+    model whose folder records a patch; a warning then says which patch is replaced. When an exception is raised, the
+    model is as it was before the call.
 
     Args:
-        model: a transformers model with rotary embeddings, alone or inside a wrapper such as PEFT or DDP. Give the
-            whole model: a decoder taken out of it cannot reach the config that is saved. A folder, a Hub id or
-            "reference" (the bundled model) is loaded first, by `rope_ext_hf.from_pretrained` with its defaults.
+        model: a transformers model with rotary embeddings, alone or inside PEFT or torch.compile; of another wrapper,
+            such as DDP, give the model inside (`.module`). Give the whole model: a decoder taken out of it cannot reach
+            the config that is saved. A folder, a Hub id or "reference" (the bundled model) is loaded first, by
+            `rope_ext_hf.from_pretrained` with its defaults.
         method: a name of `rope_ext_hf.list_methods()`, or a method object.
         factor: the extended length divided by the context length: with `factor=4`, a model for 8,192 tokens is to
             reach 32,768. A method that has no factor of its own takes the extended length from it, and fits those of
@@ -98,8 +102,10 @@ def patch(
             names only some of the layers that share a rotary embedding.
         CheckpointError: the name is not that of a model; or the weights are in another pairing than the class rotates.
     """
+    recorded: Sequence[PatchSpec] = ()
     if isinstance(model, (str, Path)):
         model = from_pretrained(model)
+        recorded = present_specs(model)
     plan = plan_patch(
         model,
         method,
@@ -111,6 +117,9 @@ def patch(
         native=native,
         **params,
     )
+    replaced = replaced_note(recorded, plan.state.spec)
+    if replaced is not None and over != "patched":
+        warnings.warn(replaced, stacklevel=2)
     patch_as_planned(plan)
     return model
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length
-from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
+from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, capital
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -25,7 +25,7 @@ from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.families import family, rotates_back
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length
 from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.patch_records import PatchSpec, undo_saved_patch
+from rope_ext_hf.patches.patch_records import PatchSpec, recorded_specs, replaced_note, undo_saved_patch
 from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState, copied_configs, stating_rope
 from rope_ext_hf.patches.patched_config import ConfigEncoding, config_encoding, softmax_scale, write_rope
 from rope_ext_hf.patches.recipes import recipe_warning
@@ -103,7 +103,14 @@ def plan_patch(
     resolved = resolve_method(method, rotary, factor=factor, target_length=target_length, **params)
     length = target_length or stated_length(resolved, rotary, factor)
     spec = PatchSpec(resolved, rotary, length, native, layers)
-    return _plan(site, spec, live=site.base.live, saved=site.base.saved)
+    plan = _plan(site, spec, live=site.base.live, saved=site.base.saved)
+    recorded = recorded_specs(site.slots[0].config) if patch_state(model) is None else []
+    replaced = replaced_note(recorded, plan.state.spec)
+    if replaced is not None and over != "patched":
+        state = plan.state
+        warning = replaced if state.warning is None else f"{replaced}. {capital(state.warning)}"
+        plan = replace(plan, state=replace(state, notes=(*state.notes, capital(replaced)), warning=warning))
+    return plan
 
 
 def plan_replay(model: nn.Module, specs: Sequence[PatchSpec]) -> PatchPlan:

@@ -21,6 +21,7 @@ from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.fingerprint import fingerprint_record
 from rope_ext_hf.patches.gguf_models import name_way_out
+from rope_ext_hf.patches.loading_code import write_loading_code
 from rope_ext_hf.patches.patch_records import PATCH_KEY
 from rope_ext_hf.patches.patch_state import PatchState, swap_configs
 from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
@@ -80,8 +81,7 @@ class _RewritingSave:
         with left_out_of_log(*UNKNOWN_TYPE), _trained_left_out(self.model):
             save()
         if is_main_process:
-            rewrite_config(Path(save_directory), self.model)
-            _warn_of_plain_loading(self.model)
+            _complete(Path(save_directory), self.model)
 
 
 def saves_patch(model: PreTrainedModel) -> bool:
@@ -103,16 +103,24 @@ def finish_saving(model: PreTrainedModel, folder: Path, *, is_main_process: bool
             model.config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
-        rewrite_config(folder, model)
-        _warn_of_plain_loading(model)
+        _complete(folder, model)
 
 
-def _warn_of_plain_loading(model: nn.Module) -> None:
-    """Warn if plain transformers raises an error when it loads the folder that was just saved."""
+def _complete(folder: Path, model: PreTrainedModel) -> None:
+    """Complete a folder that transformers has written: its config, and the way to load it."""
+    rewrite_config(folder, model)
     state = patched_slots(model)[0].state
-    method, rotary = state.spec.method, state.spec.rotary
     if state.encoding.loads_plainly:
         return
+    if any(spec.loading_code for spec in (*state.below, state.spec)):
+        write_loading_code(folder)
+    else:
+        _warn_of_plain_loading(state)
+
+
+def _warn_of_plain_loading(state: PatchState) -> None:
+    """Warn that plain transformers raises an error when it loads the folder that was just saved."""
+    method, rotary = state.spec.method, state.spec.rotary
     native = ""
     approximate = method.approximate_rope_parameters(rotary)
     if approximate is not None:

@@ -9,7 +9,6 @@ text config. The arrangement of its angles is what its own forward does with a f
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from rope_ext_hf.patches.config import ConfigRope, read_rope
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.layer_types import AttentionLayers, Layers, LayerType
 from rope_ext_hf.patches.layout_probe import AngleLayout, probe_layout
+from rope_ext_hf.patches.slot_refusals import no_config, no_rotary_module, reads_no_tokens
 from rope_ext_hf.patches.slots import PatchedSlot, Slot, check_filled, check_is_model, patched_slots
 
 _TABLE_ROWS_COMPARED = 512
@@ -48,8 +48,13 @@ def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
     """
     modules = rotary_modules(model)
     if not modules:
-        raise _no_rotary_module(model)
-    return [_slot(rotary_module, layers, several=len(modules) > 1) for rotary_module in modules]
+        raise no_rotary_module(model)
+    try:
+        return [_slot(rotary_module, layers, several=len(modules) > 1) for rotary_module in modules]
+    except UnsupportedModelError as error:
+        if any("input_ids" in inspect.signature(type(module).forward).parameters for module in model.modules()):
+            raise
+        raise reads_no_tokens(model, modules[0].module) from error
 
 
 def own_length_dependent(model: nn.Module) -> Iterator[str]:
@@ -62,22 +67,6 @@ def own_length_dependent(model: nn.Module) -> Iterator[str]:
                 yield own.method.name
 
 
-def _no_rotary_module(model: nn.Module) -> UnsupportedModelError:
-    """Return the error for a model without a rotary module; say so where its attention layers rotate by themselves."""
-    names = vars(sys.modules.get(type(model).__module__, object))  # of the file of its class
-    if any("rotary" in name or "rotate" in name for name in names):
-        reason = (
-            "; its attention layers compute angles themselves, as GPT-J's do; a method takes the place of a module "
-            "that computes cos and sin for them, as Llama and GPT-NeoX have"
-        )
-    else:
-        reason = ": it knows positions in another way, or not at all, and this package changes rotary ones (RoPE)"
-    config: Any = model.config
-    return UnsupportedModelError(
-        f"{type(model).__name__} ({config.model_type}) has no rotary position embedding that can be replaced{reason}"
-    )
-
-
 def rotary_modules(model: nn.Module) -> list[_RotaryModule]:
     """Return the rotary modules of a model's decoder, as they were before any patch; none where it has none.
 
@@ -87,7 +76,7 @@ def rotary_modules(model: nn.Module) -> list[_RotaryModule]:
     check_is_model(model)
     root: Any = getattr(model, "config", None)
     if not hasattr(root, "model_type"):
-        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model: it has no config")
+        raise no_config(model)
     text = root.get_text_config() if hasattr(root, "get_text_config") else root
     table_attribute = family(text.model_type).angle_table
     rotary: list[_RotaryModule] = []

@@ -34,6 +34,15 @@ def test_a_patched_folder_is_described_as_its_formula_has_it(patched: Path) -> N
     }
 
 
+def test_a_recorded_patch_that_is_replaced_is_named(patched: Path, tmp_path: Path) -> None:
+    arguments = "patch", patched, "--method", "linear", "--factor", "2"
+    notes = run_json(*arguments, "--out", tmp_path / "replaced")["notes"]
+    replaced = "records yarn for 1,024 tokens, and this patch replaces it: 1,024 tokens become 512. --over patched"
+    assert any(replaced in note for note in notes)
+    notes = run_json(*arguments, "--over", "patched", "--out", tmp_path / "kept")["notes"]
+    assert not any("replaces it" in note for note in notes)
+
+
 def test_a_patch_as_described_is_what_transformers_loads(patched: Path) -> None:
     module = AutoModelForCausalLM.from_pretrained(patched).model.rotary_emb
     assert module.inv_freq.tolist() == pytest.approx(by_dimension(BUNDLED, 4), rel=2e-5)

@@ -80,6 +80,15 @@ def change(folder: Path, **values: Any) -> None:
 # --- saved and loaded again -----------------------------------------------------------------------------------------
 
 
+def test_an_adapter_of_a_model_that_is_patched_in_named_layers(tmp_path: Path) -> None:
+    build("gemma3").save_pretrained(tmp_path / "base")
+    model = rope.from_pretrained(tmp_path / "base", "yarn", factor=4, layers="sliding_attention")
+    tuned = adapted(model)
+    tuned.save_pretrained(tmp_path / "adapter")
+    loaded = rope.from_pretrained(tmp_path / "adapter").eval()
+    assert torch.equal(logits(loaded, tokens(LONG)), logits(tuned, tokens(LONG)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["patched first", "adapter first"])
 @pytest.mark.parametrize("method", METHODS)

@@ -140,6 +140,7 @@ def test_a_folder_whose_table_has_as_many_rows_as_before(tmp_path: Path) -> None
     assert torch.equal(output(rope.unpatch(loaded), ids), output(stock, ids))
 
 
+@pytest.mark.filterwarnings("ignore:the folder of this model records:UserWarning")
 def test_a_plainly_loaded_folder_can_be_patched_anew(tmp_path: Path) -> None:
     """The new patch starts from the model before the recorded patch; unpatching gives the loaded model."""
     stock, ids = build(), tokens(3 * TRAINED)

@@ -86,6 +86,7 @@ def test_patches_over_patches() -> None:
     assert model.generation_config.max_length == TRAINED
 
 
+@pytest.mark.filterwarnings("ignore:the folder of this model records:UserWarning")
 @pytest.mark.parametrize("way", ["save_pretrained", "copy"])
 @pytest.mark.parametrize("method", ["yarn", "linear"])
 def test_a_folder_states_it_and_keeps_the_way_back(way: str, method: str, tmp_path: Path) -> None:

@@ -508,6 +508,7 @@ def test_patching_is_silent() -> None:
     assert caught == []
 
 
+@pytest.mark.filterwarnings("ignore:the folder of this model records:UserWarning")
 def test_a_model_by_its_name(tmp_path: Path) -> None:
     model = rope.patch("reference", "yarn", target_length="2k")
     assert rope.describe(model).extended_length == 2048
@@ -518,3 +519,28 @@ def test_a_model_by_its_name(tmp_path: Path) -> None:
         rope.patch("./nowhere", "yarn", factor=2)
     with pytest.raises(MethodError, match="not a length in tokens: 'far'"):
         rope.patch(model, "yarn", target_length="far")
+
+
+def test_a_patch_that_replaces_the_recorded_one_says_so(tmp_path: Path) -> None:
+    rope.patch(build("llama"), "yarn", factor=4).save_pretrained(tmp_path)
+    lengths = f"yarn for {4 * TRAINED} tokens, .* {4 * TRAINED} tokens become {2 * TRAINED}. over='patched' keeps it"
+    plain = transformers.AutoModelForCausalLM.from_pretrained
+    with pytest.warns(UserWarning, match=lengths):
+        model = rope.patch(plain(tmp_path), "linear", factor=2)
+    assert any("this patch replaces it" in note for note in rope.describe(model).notes)
+    with pytest.warns(UserWarning, match=lengths):
+        rope.from_pretrained(tmp_path, "linear", factor=2)
+    with pytest.warns(UserWarning, match=lengths):
+        rope.patch(tmp_path, "linear", factor=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rope.patch(model, "linear", factor=3)  # a live patch
+        rope.patch(rope.from_pretrained(tmp_path), "linear", factor=3)
+        rope.patch(plain(tmp_path), "yarn", factor=4)  # the same
+        rope.patch(plain(tmp_path), "linear", factor=2, over="patched")
+
+
+def test_no_method_is_offered_over_a_recorded_remapping(tmp_path: Path) -> None:
+    rope.patch(build("llama"), "rerope").save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="records rerope, and this patch replaces it$"):
+        rope.from_pretrained(tmp_path, "linear", factor=2)

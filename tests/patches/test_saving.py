@@ -252,6 +252,7 @@ def test_plain_loading_stops_at_length_dependent_methods(name: str, which: str, 
     assert saved_rope(it.folder)["rope_type"] == f"rope_ext_hf/{method}: load with rope_ext_hf.from_pretrained"
 
 
+@pytest.mark.filterwarnings("ignore:the folder of this model records:UserWarning")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
 def test_native_dynamic_when_asked_for(name: str, tmp_path: Path) -> None:
     model = rope.patch(build(name), "dynamic", factor=4, native=True)

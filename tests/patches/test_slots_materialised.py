@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -39,20 +40,31 @@ def test_unpatch_after_to_empty(name: str, method: str, params: dict[str, Any]) 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("method", ["rerope", "dca", "jet-long"])
-def test_a_remapping_method_is_patched_again_once_weights_are_there(name: str, method: str) -> None:
+def test_a_remapping_method_is_at_work_once_weights_are_there(name: str, method: str) -> None:
     stock, ids = build(name), tokens(150)
     with torch.device("meta"):
         model = type(stock)(stock.config)
     rope.patch(model, method)
     model = model.to_empty(device="cpu").eval()
     model.load_state_dict(stock.state_dict())
-    with pytest.raises(
-        UnsupportedModelError, match="had no weights yet, when its model was patched; patch the model again"
-    ):
+    with torch.inference_mode():
         model(ids)
-    rope.patch(model, method)
+    model(ids).logits.mean().backward()
     assert torch.equal(logits(model, ids), logits(rope.patch(stock, method), ids))
     assert torch.equal(logits(rope.unpatch(model), ids), logits(build(name), ids))
+
+
+def test_threads_may_share_the_first_forward_with_weights() -> None:
+    stock, ids = build("llama"), tokens(150)
+    with torch.device("meta"):
+        model = type(stock)(stock.config)
+    rope.patch(model, "dca")
+    model = model.to_empty(device="cpu").eval()
+    model.load_state_dict(stock.state_dict())
+    expected = logits(rope.patch(stock, "dca"), ids)
+    with ThreadPoolExecutor(4) as pool:
+        for actual in pool.map(lambda _: logits(model, ids), range(8)):
+            assert torch.equal(actual, expected)
 
 
 class OlderRotary(nn.Module):
