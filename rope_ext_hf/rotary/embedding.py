@@ -77,8 +77,8 @@ def segment_lengths(position_ids: Tensor) -> Tensor:
 def lengths_over_axes(position_ids: Tensor) -> Tensor:
     """Return the length of the input that each token belongs to, for positions with several axes (multimodal models).
 
-    `position_ids`: (axes, rows, tokens). A row whose axes differ has an image or a video in it, and counts as one input;
-    other rows are treated as in `segment_lengths`. The result is (rows, tokens).
+    `position_ids`: (axes, rows, tokens). A row whose axes differ has an image or a video in it, and counts as one
+    input; other rows are treated as in `segment_lengths`. The result is (rows, tokens).
     """
     text = (position_ids == position_ids[:1]).all(0).all(-1, keepdim=True)
     largest = position_ids.amax(0)
@@ -405,8 +405,8 @@ def _check_arrangement(rotary: Rotary, layout: str, axis_of_pair: Sequence[int] 
 def _check_axes(position_ids: Tensor, axes: int) -> None:
     if len(position_ids) < axes:
         raise LengthError(
-            f"position_ids have {len(position_ids)} axes, {tuple(position_ids.shape)}, and this model rotates by {axes}: "
-            f"give positions of shape ({axes}, rows, tokens), or (rows, tokens) for the same on every axis"
+            f"position_ids of shape {tuple(position_ids.shape)} have {len(position_ids)} axes, and this model rotates "
+            f"by {axes}: give positions of shape ({axes}, rows, tokens), or (rows, tokens) for the same on every axis"
         )
 
 

@@ -43,8 +43,8 @@ def angles(position_ids: Tensor, frequency: Tensor) -> Tensor:
 def phase_at(positions: Tensor, frequency: Tensor) -> Tensor:
     """Return the fixed-point angles at positions, int64 units of 2^-64 cycles.
 
-    A position of a floating-point dtype may lie between two tokens. Its whole part is multiplied in integers, as exactly
-    as an integer, and the angle of its fraction is added, which a float32 product gives to 2^-25 cycles at most.
+    A position of a floating-point dtype may lie between two tokens. Its whole part is multiplied in integers, as
+    exactly as an integer is; the angle of its fraction is added, which a float32 product gives to 2^-24 cycles.
 
     Args:
         positions: integers or floating-point numbers that broadcast against `frequency`.
