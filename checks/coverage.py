@@ -4,10 +4,11 @@
     python -m checks.coverage [--only llama,qwen3] [--again]
     python -m checks.coverage --new     # in some minutes, what the classes of a new release lack
 
-Every method is patched into every class, and `rope-ext extend` must announce what `patch` then takes or refuses. Where a
-class has `generate`, it runs two turns of a chat through one cache, with text and with images. Each class gets a process of its own with a time limit. What is measured goes to build/coverage/log.jsonl as it comes, and a
-run goes on from there; the whole of it to docs/results/coverage.json. The exit status is 1 where a model was not built,
-or a patch or a measurement did something else than work or refuse with a reason.
+Every method is patched into every class, and `rope-ext extend` must announce what `patch` then takes or refuses. A
+class that has `generate` runs two turns of a chat through one cache, with text and with images. Each class gets a
+process of its own with a time limit. What is measured goes to build/coverage/log.jsonl as it comes, and a run goes on
+from there; the whole of it to docs/results/coverage.json. The exit status is 1 where a model was not built, or a patch
+or a measurement did something else than work or refuse with a reason.
 """
 
 from __future__ import annotations
@@ -309,18 +310,26 @@ def _chats(model: Any, entry: Entry, first: Opening, alike: bool) -> None:
     """Hold the chats of a patched model to transformers with the same scaling, and to forwards without a cache.
 
     `alike`: the unpatched class gives the same in a chat as without a cache. Kinds of methods that the class refuses
-    are left out; the positions of an image on several axes must be refused by a method that needs one.
+    are left out, and its refusal is raised if it takes none of them. A method that needs one position per token must
+    refuse those of an image on several axes.
     """
     length = LONG + data()["first_position"].get(entry.model_type, 0)
     long = opening(entry, LONG_FIRST, rows=len(first.ids), image=bool(first.beside))
     assert long is not None
     long_alike = alike and _takes_long(model, entry) and _one_forward(model, long)
-    yarn = {"factor": 4, **data()["params"].get(entry.model_type, {})}
-    rerope = {"window": 16, "temperature": "none"}
-    for method, params in (("yarn", yarn), ("dynamic-ntk", {}), ("rerope", rerope)):
+    kinds: dict[str, dict[str, Any]] = {
+        "yarn": {"factor": 4, **data()["params"].get(entry.model_type, {})},
+        "dynamic-ntk": {},
+        "rerope": {"window": 16, "temperature": "none"},
+    }
+    refusals = 0
+    for method, params in kinds.items():
         try:
             rope.patch(model, method, **params)
         except RopeExtError:
+            refusals += 1
+            if refusals == len(kinds):
+                raise
             continue
         if method == "yarn":
             _as_transformers(model, first)

@@ -134,10 +134,12 @@ class TestAccuracy:
         assert float((cos[0].double() - warmth * angles.cos()).abs().max()) <= BOUND * warmth
         assert float((sin[0].double() - warmth * angles.sin()).abs().max()) <= BOUND * warmth
 
-    @pytest.mark.parametrize("method", STATIC + DEPENDENT, ids=lambda method: method[0])
+    @pytest.mark.parametrize(("method", "params"), [(name, params) for name, params, _, _ in STATIC] + DEPENDENT)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_whole_numbers_of_a_floating_point_dtype_are_integers(self, method: Any, dtype: torch.dtype) -> None:
-        module = RotaryEmbedding(method[0], SMALL, **method[1])
+    def test_whole_numbers_of_a_floating_point_dtype_are_integers(
+        self, method: str, params: dict[str, Any], dtype: torch.dtype
+    ) -> None:
+        module = RotaryEmbedding(method, SMALL, **params)
         positions = torch.cat([torch.arange(3000), torch.arange(5000)])[None]
         for ours, theirs in zip(
             module(torch.zeros(1), positions.to(dtype)), module(torch.zeros(1), positions), strict=True
