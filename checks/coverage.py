@@ -4,10 +4,11 @@
     python -m checks.coverage [--only llama,qwen3] [--again]
     python -m checks.coverage --new     # in some minutes, what the classes of a new release lack
 
-Every method is patched into every class, and `rope-ext extend` must announce what `patch` then takes or refuses. Each
-class gets a process of its own with a time limit. What is measured goes to build/coverage/log.jsonl as it comes, and a
-run goes on from there; the whole of it to docs/results/coverage.json. The exit status is 1 where a model was not built,
-or a patch or a measurement did something else than work or refuse with a reason.
+Every method is patched into every class, and `rope-ext extend` must announce what `patch` then takes or refuses. A
+class that has `generate` runs two turns of a chat through one cache, with text and with images. Each class gets a
+process of its own with a time limit. What is measured goes to build/coverage/log.jsonl as it comes, and a run goes on
+from there; the whole of it to docs/results/coverage.json. The exit status is 1 where a model was not built, or a patch
+or a measurement did something else than work or refuse with a reason.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 import rope_ext_hf as rope
-from rope_ext_hf.errors import RopeExtError, one_line
+from rope_ext_hf.errors import LengthError, RopeExtError, one_line
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.patches.config_model import ConfigModel
 from rope_ext_hf.patches.geometry import patch_geometry
@@ -41,6 +42,7 @@ from rope_ext_hf.patches.row_probe import pairing_of
 from rope_ext_hf.reading.scorer import TokenScorer
 from tests.support.every_model import Entry, build, data, entries, holds_rope, inputs
 from tests.support.method_examples import example_method
+from tests.support.two_turns import Opening, logits_of_whole_rows, opening, two_turns
 
 ROOT = Path(__file__).parent.parent
 LOG = ROOT / "build" / "coverage" / "log.jsonl"
@@ -49,7 +51,9 @@ LIMIT = 240  # seconds for one class
 SHORT, LONG, DECODED = 24, 160, 4
 EQUAL = 2e-4
 """The largest difference of two outputs that count as equal, in float32: stock angles are off by 1e-5 at 200 tokens."""
-COLUMNS = ("static", "length-dependent", "remapping", "conversion", "measured")
+COLUMNS = ("static", "length-dependent", "remapping", "generate", "conversion", "measured")
+FIRST, LONG_FIRST, SECOND = 30, 90, 9
+"""Tokens of the first prompt of a chat, and of the second; with a long first one it goes beyond the context length."""
 PROMPT, ANSWER, CHUNK = 100, 3, 37
 """Tokens of a prompt and its answers, and of a chunk, which no window, state or chunk of attention divides."""
 BECAUSE = {
@@ -92,6 +96,9 @@ BECAUSE = {
     "position_bias": "its attention adds a bias to the scores",
     "cache of its own": "it takes its own cache alone",
     "another base cannot be put underneath": "it has a scaling of its own",
+    "it has no generate": "it has no `generate`",
+    "more than token ids": "it reads more than token ids",
+    "stops without a patch": "its `generate` stops on this chat without a patch, too",
 }
 """What a page says of a refusal, by words of its message; the message itself where none of them is in it."""
 OTHER_PAIRING = {"half": "interleaved", "interleaved": "half"}
@@ -244,6 +251,124 @@ def remapping(model: Any, entry: Entry) -> str:
     return ""
 
 
+def generate(model: Any, entry: Entry) -> str:
+    """Two turns of a chat through one cache are what they must be under a method of each kind, see `_chats`.
+
+    They are run with a mask and with padding on the left, and once more with an image in each row where
+    every_model.toml has one. The result says with which of these, and whether a chat equals forwards without a cache.
+    """
+    said, text_alike = [], True
+    for image in (False, True):
+        first, alike, stops = _unpatched_chat(model, entry, image)
+        # A class that chooses keys by an index may agree with itself by chance, in a single row.
+        text_alike = alike = alike and text_alike
+        if first is None:
+            if not image:
+                return f"refused: {stops}"
+            break
+        _chats(model, entry, first, alike)
+        of, padding = "image" if image else "text", bool((first.mask == 0).any())
+        said += [of, *(f"{of} {word}" for word, holds in (("padding", padding), ("whole", alike)) if holds)]
+    return ", ".join(said)
+
+
+def _unpatched_chat(model: Any, entry: Entry, image: bool) -> tuple[Opening | None, bool, str]:
+    """Return a first prompt on which an unpatched class generates, and whether a chat equals forwards without a cache.
+
+    Two rows with padding come first; one row is taken where the class reads padding as something else. The prompt is
+    None where there is none, and the third value the error of the class then.
+    """
+    if not (hasattr(model, "generate") and model.can_generate()):
+        return None, False, "it has no generate"
+    runs: list[Opening] = []
+    stops = "it reads more than token ids"
+    for rows in (2, 1):
+        if (first := opening(entry, FIRST, rows=rows, image=image)) is None:
+            break
+        try:
+            two_turns(model, first, SECOND)
+        except Exception as error:  # of any kind, of the class itself
+            stops = f"its generate stops without a patch, too: {one_line(error)}"
+            continue
+        if _one_forward(model, first):
+            return first, True, ""
+        runs.append(first)
+    return (runs[0] if runs else None), False, stops
+
+
+def _one_forward(model: Any, first: Opening) -> bool:
+    """Return whether the logits of a chat equal those of forwards over the same tokens without cache and padding."""
+    chat = two_turns(model, first, SECOND)
+    try:
+        whole = logits_of_whole_rows(model, chat)
+    except (IndexError, RuntimeError):  # a class that does not read this length at once
+        return False
+    return difference(chat.logits, whole) < EQUAL
+
+
+def _chats(model: Any, entry: Entry, first: Opening, alike: bool) -> None:
+    """Hold the chats of a patched model to transformers with the same scaling, and to forwards without a cache.
+
+    `alike`: the unpatched class gives the same in a chat as without a cache. Kinds of methods that the class refuses
+    are left out, and its refusal is raised if it takes none of them. A method that needs one position per token must
+    refuse those of an image on several axes.
+    """
+    length = LONG + data()["first_position"].get(entry.model_type, 0)
+    long = opening(entry, LONG_FIRST, rows=len(first.ids), image=bool(first.beside))
+    assert long is not None
+    long_alike = alike and _takes_long(model, entry) and _one_forward(model, long)
+    kinds: dict[str, dict[str, Any]] = {
+        "yarn": {"factor": 4, **data()["params"].get(entry.model_type, {})},
+        "dynamic-ntk": {},
+        "rerope": {"window": 16, "temperature": "none"},
+    }
+    refusals = 0
+    for method, params in kinds.items():
+        try:
+            rope.patch(model, method, **params)
+        except RopeExtError:
+            refusals += 1
+            if refusals == len(kinds):
+                raise
+            continue
+        if method == "yarn":
+            _as_transformers(model, first)
+        try:
+            require(not alike or _one_forward(model, first), f"a chat is not one forward under {method}")
+            if long_alike:
+                require(bool(two_turns(model, long, SECOND).logits.isfinite().all()), f"no numbers under {method}")
+        except LengthError as error:
+            axes_differ = bool(first.beside) and "from axis to axis" in str(error)
+            require(axes_differ or _refuses_cache(model, entry), f"a chat is refused: {one_line(error)}")
+        if long_alike and not (first.beside and method == "rerope"):
+            with rope.fixed_length(model, length):
+                require(_one_forward(model, long), f"a long chat is not one forward under {method}")
+        rope.unpatch(model)
+
+
+def _refuses_cache(model: Any, entry: Entry) -> bool:
+    """Return whether a patched model refuses to go on from any cache, because of what its class keeps there."""
+    try:
+        _decode(model, entry)
+    except LengthError:
+        return True
+    return False
+
+
+def _as_transformers(model: Any, first: Opening) -> None:
+    """Check that a chat under a static method equals one by transformers, with the settings that the patch saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        try:
+            stock = type(model).from_pretrained(folder, dtype=torch.float32).eval()
+        except Exception as error:  # `static` says more of it
+            require("rope_ext_hf" in str(error), f"plain loading fails: {one_line(error)}")
+            return
+    stock.load_state_dict(model.state_dict())
+    far = difference(two_turns(model, first, SECOND).logits, two_turns(stock, first, SECOND).logits)
+    require(far < EQUAL, f"a chat is another one in transformers with the same scaling, logits off by {far:.1g}")
+
+
 def conversion(model: Any, entry: Entry) -> str:
     """Converting changes the weights, and converting back is exact."""
     weights, _ = snapshot(model)
@@ -290,9 +415,10 @@ def each_method(model: Any, entry: Entry) -> dict[str, str]:
     """For every method the reason for which `patch` refuses it; "" where it is accepted, and computes what it should.
 
     Refused or not, it must be what is announced without the weights. A long input must give the same logits in one
-    forward and by decoding onto a cache, under the frequencies of its whole length.
+    forward and by decoding onto a cache, under the frequencies of its whole length; and so must a chat of two turns.
     """
     as_loaded, decodes, rotary, opened = run(model, entry), _decodes_alike(model, entry), None, None
+    first, chats, _ = _unpatched_chat(model, entry, image=False)
     length = LONG if _takes_long(model, entry) else SHORT
     with suppress(RopeExtError):  # as `patch` will say
         rotary, opened = patch_geometry(model), _opened(model)
@@ -312,6 +438,7 @@ def each_method(model: Any, entry: Entry) -> dict[str, str]:
         with rope.fixed_length(model, LONG + data()["first_position"].get(entry.model_type, 0)):
             require(bool(run(model, entry, length).isfinite().all()), f"{name} gives something else than numbers")
             require(not decodes or _decodes_alike(model, entry), f"decoding is not one forward under {name}")
+            require(not (chats and first) or _one_forward(model, first), f"a chat is not one forward under {name}")
         rope.unpatch(model)
         require(torch.equal(run(model, entry), as_loaded), f"another output after unpatching {name}")
     return said
@@ -337,7 +464,7 @@ def _announced(opened: ConfigModel, method: RopeMethod) -> RopeExtError | None:
 
 
 CHECKS: Mapping[str, Callable[[Any, Entry], str]] = dict(
-    zip(COLUMNS, (static, length_dependent, remapping, conversion, measured), strict=True)
+    zip(COLUMNS, (static, length_dependent, remapping, generate, conversion, measured), strict=True)
 )
 
 
@@ -347,7 +474,7 @@ def refused(model: Any, entry: Entry) -> str:
     raise WrongError("a model without a rotary embedding was patched")
 
 
-WITHOUT_ROPE = dict.fromkeys(COLUMNS[:3], refused) | {"conversion": conversion, "measured": measured}
+WITHOUT_ROPE = dict.fromkeys(COLUMNS[:4], refused) | {"conversion": conversion, "measured": measured}
 
 
 def measure(entry: Entry) -> dict[str, Any]:
@@ -464,6 +591,8 @@ def _for_the_record(row: Mapping[str, Any]) -> dict[str, Any]:
         if works and column == "measured" and (how := row[column]["how"]) != "in chunks":
             reason = how
         kept[column] = {"works": works}
+        if works and column == "generate":
+            kept[column]["with"] = row[column]["how"].split(", ")
         if reason:
             kept[column]["because"] = _in_few_words(reason)
     kept["methods"] = {name: reason and _in_few_words(reason) for name, reason in row["methods"].items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from docs.figures.registry import figure, made_by, markdown_table, read_result
 
-COLUMNS = ("static", "length-dependent", "remapping", "conversion", "measured")
+COLUMNS = ("static", "length-dependent", "remapping", "generate", "conversion", "measured")
 _SHOWN_REASONS = 3
 """The number of reasons that stand beside a method."""
 KINDS = {
@@ -78,13 +78,15 @@ def _names(rows: list[dict[str, Any]]) -> str:
 def _mark(row: dict[str, Any], column: str) -> str:
     if not _works(row, column):
         return "–"
+    if column == "generate":
+        return "with images" if "image" in row[column]["with"] else "yes"
     return "yes" if column != "measured" else "whole" if "because" in row[column] else "in chunks"
 
 
 @figure
 def coverage_models() -> str:
     """One line for every combination of what works."""
-    order = ("yes", "in chunks", "whole", "–")
+    order = ("with images", "yes", "in chunks", "whole", "–")
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in _rotating():
         groups.setdefault(tuple(_mark(row, column) for column in COLUMNS), []).append(row)
@@ -93,6 +95,22 @@ def coverage_models() -> str:
         for marks, some in sorted(groups.items(), key=lambda item: [order.index(mark) for mark in item[0]])
     )
     return markdown_table([*COLUMNS, "classes", "`model_type`"], rows)
+
+
+@figure
+def coverage_generate() -> str:
+    """Return in how many classes chats were run with what, and why some classes do not run them."""
+    chats = [row["generate"]["with"] for row in _rotating() if _works(row, "generate")]
+    lines = [
+        f"- with text: {len(chats)} classes; with an image as well: {sum('image' in chat for chat in chats)}",
+        f"- with padding on the left: {sum('text padding' in chat for chat in chats)}; in one row, because the class "
+        f"reads padding as something else without a patch, too: {sum('text padding' not in chat for chat in chats)}",
+        f"- equal to forwards without a cache: {sum('text whole' in chat for chat in chats)}; not so without a patch, "
+        f"either: {sum('text whole' not in chat for chat in chats)}",
+    ]
+    reasons = Counter(row["generate"]["because"] for row in _rotating() if not _works(row, "generate"))
+    lines.append(f"- not run: {'; '.join(f'{reason} ({count})' for reason, count in reasons.most_common())}")
+    return "\n\n" + "\n".join(lines) + "\n\n"
 
 
 @figure

@@ -132,14 +132,19 @@ class ForwardContext(ForwardState):
 
 
 def _one_per_token(positions: Tensor | None, axes: int) -> Tensor | None:
-    """Return positions (rows, tokens) of a call that may have them for several axes, (axes, rows, tokens).
+    """Return positions (rows, tokens) of a call that may have them for several axes, (axes, rows, tokens), in integers.
 
-    Some decoders take the positions in the text as one more axis before the others, which is left out.
+    Some decoders take the positions in the text as one more axis before the others, which is left out. One axis stands
+    for all of them. Some decoders count positions in floating-point numbers (Qwen3-Omni).
 
     Raises:
-        LengthError: the axes of a token differ, as those of an image do.
+        LengthError: the axes of a token differ, as those of an image do; or a position is not a whole number.
     """
-    if positions is None or axes == 1 or positions.ndim != 3:
+    if positions is None:
+        return None
+    if positions.is_floating_point():
+        positions = _whole_numbers(positions)
+    if axes == 1 or positions.ndim != 3:
         return positions
     last = positions[-axes:]
     if not bool((last == last[:1]).all()):
@@ -149,6 +154,18 @@ def _one_per_token(positions: Tensor | None, axes: int) -> Tensor | None:
             "a length-dependent one with rope_ext_hf.fixed_length(model, prompt_length + max_new_tokens)"
         )
     return last[0]
+
+
+def _whole_numbers(positions: Tensor) -> Tensor:
+    """Return positions of a floating-point dtype as integers; raise LengthError where one is not a whole number."""
+    whole = positions.to(torch.int64)
+    if not bool((whole == positions).all()):
+        raise LengthError(
+            "positions of this input are not whole numbers, and length-dependent and remapping methods count tokens by "
+            "them: give integers, use a static method (yarn, ntk, linear, ...), or hold a length-dependent one with "
+            "rope_ext_hf.fixed_length(model, prompt_length + max_new_tokens)"
+        )
+    return whole
 
 
 def _padding_mask(mask: Any) -> Tensor | None:

@@ -23,11 +23,15 @@ _AXIS_COUNTS = (3, 4, 2)
 
 
 class AngleLayout(NamedTuple):
-    """The form in which a rotary module returns its angles; the fields are arguments of `RotaryEmbedding`."""
+    """The form in which a rotary module returns its angles.
+
+    The first three fields are arguments of `RotaryEmbedding`; `axes` is how many axes the module's positions have.
+    """
 
     layout: Layout
     cast: bool
     axis_of_pair: tuple[int, ...] | None
+    axes: int = 1
 
 
 def probe_layout(module: nn.Module, stated: Tensor, layer_type: str | None) -> AngleLayout:
@@ -57,11 +61,11 @@ def probe_layout(module: nn.Module, stated: Tensor, layer_type: str | None) -> A
     layout = _layout_of_columns(out, pairs)
     if layout is not None:
         cast = out[0].dtype == torch.bfloat16
-        takes_axes, axis_of_pair = _axes(run, known, layout)
+        axes, axis_of_pair = _axes(run, known, layout)
         if axis_of_pair is not None:
-            return AngleLayout(layout, cast, axis_of_pair)
+            return AngleLayout(layout, cast, axis_of_pair, axes)
         # Some modules compute from their config at every call and never read their buffer (PhiMoE).
-        if not takes_axes and (_rotates_by(run, known, layout) or _rotates_by(run, stated, layout)):
+        if axes == 1 and (_rotates_by(run, known, layout) or _rotates_by(run, stated, layout)):
             return AngleLayout(layout, cast, None)
     raise UnsupportedModelError(
         f"{type(module).__name__} does more with its angles than a rotary embedding: it arranges them in another way, "
@@ -111,8 +115,8 @@ def _layout_of_columns(out: Any, pairs: int) -> Layout | None:
 
 def _axes(
     run: Callable[[Tensor, torch.dtype], Any], known: Tensor, layout: Layout
-) -> tuple[bool, tuple[int, ...] | None]:
-    """Return whether a module takes positions of several axes, (axes, rows, tokens), and the axis of each pair.
+) -> tuple[int, tuple[int, ...] | None]:
+    """Return how many axes the positions of a module have, (axes, rows, tokens), and the axis of each pair.
 
     The second is None where the module takes one axis only, where a pair is not rotated by its own frequency, or where
     its two columns differ.
@@ -125,7 +129,7 @@ def _axes(
         except (RuntimeError, ValueError, IndexError):
             continue
         if not (isinstance(out, tuple) and out[0].shape[:2] == (1, 1)):
-            return False, None
+            return 1, None
         pairs = len(known)
         cos, sin = [_columns_of_pairs(part[0, 0].float(), pairs, layout) for part in out]
         size = (cos.square() + sin.square()).sqrt()  # the attention factor of a scaling of the model's own
@@ -134,8 +138,8 @@ def _axes(
         errors = differences.amax(0)  # over the columns of a pair
         axis = errors.argmin(0)
         exact = bool((errors.gather(0, axis[None]) < 1e-5).all())
-        return True, tuple(axis.tolist()) if exact else None
-    return False, None
+        return count, tuple(axis.tolist()) if exact else None
+    return 1, None
 
 
 def _rotates_by(run: Callable[[Tensor, torch.dtype], Any], frequencies: Tensor, layout: Layout) -> bool:

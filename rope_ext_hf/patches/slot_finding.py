@@ -126,7 +126,7 @@ def _slot(rotary_module: _RotaryModule, chosen_layers: Layers | None, *, several
     is_table = attribute == family(config.model_type).angle_table
     as_loaded: dict[LayerType, ConfigRope] = {}
     axis_of_pair: dict[LayerType, tuple[int, ...] | None] = {}
-    angles, log_multiplier = AngleLayout("bare", True, None), None
+    angles, log_multiplier, axes = AngleLayout("bare", True, None), None, 1
     if is_table:
         as_loaded[None], axis_of_pair[None] = _rope_of_table(module, config), None
     else:
@@ -139,7 +139,7 @@ def _slot(rotary_module: _RotaryModule, chosen_layers: Layers | None, *, several
             if inv_freq.device.type != "meta" and not same_frequencies(inv_freq, stated):
                 raise _another_geometry(config, rope)
             angles = probe_layout(module, stated.float(), layer_type)
-            axis_of_pair[layer_type] = angles.axis_of_pair
+            axis_of_pair[layer_type], axes = angles.axis_of_pair, max(axes, angles.axes)
             log_multiplier = _log_multiplier(module, config, inv_freq.shape[-1])
     layers = AttentionLayers(config)
     theta = as_loaded[None].plain.theta if several and None in as_loaded else None
@@ -154,6 +154,7 @@ def _slot(rotary_module: _RotaryModule, chosen_layers: Layers | None, *, several
         layout=angles.layout,
         cast=angles.cast,
         axis_of_pair=axis_of_pair,
+        axes=axes,
         is_table=is_table,
         log_multiplier=log_multiplier,
         scaled_layers=layers.choose(by_embedding, chosen_layers),

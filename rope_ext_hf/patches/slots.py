@@ -43,6 +43,7 @@ class Slot:
         layout: how cos and sin of the module are arranged, see `RotaryEmbedding`.
         cast: whether the module gives them in the dtype of the model, see `RotaryEmbedding`.
         axis_of_pair: by layer type, which axis of multimodal positions rotates each pair, see `RotaryEmbedding`.
+        axes: the number of axes that a position has: 1 for text, 3 for the time, height and width of Qwen2-VL.
         is_table: the module keeps cos and sin of every position as its weight, instead of computing them (RoFormer).
         log_multiplier: the buffer of the module whose exponential multiplies its frequencies; None: it has none.
         scaled_layers: the keys of `as_loaded` that a method applies to.
@@ -58,15 +59,11 @@ class Slot:
     layout: Layout
     cast: bool
     axis_of_pair: dict[LayerType, tuple[int, ...] | None]
+    axes: int
     is_table: bool
     log_multiplier: str | None
     scaled_layers: tuple[LayerType, ...]
     idle: bool
-
-    @property
-    def axes(self) -> int:
-        """The number of axes that a position has: 1 for text, 3 for the time, height and width of Qwen2-VL."""
-        return max([1 if axes is None else 1 + max(axes) for axes in self.axis_of_pair.values()])
 
     def rotates_as_loaded(self, method: RopeMethod, rotary: Rotary) -> bool:
         """Return whether a method gives the shortest inputs the frequencies that the model was loaded with.

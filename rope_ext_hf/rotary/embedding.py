@@ -26,7 +26,7 @@ from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.exported import is_exporting, outside_trace, rotation_at
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, state_of_table
-from rope_ext_hf.rotary.phase import fixed_point, phase_to_radians
+from rope_ext_hf.rotary.phase import fixed_point, phase_at, phase_to_radians
 
 __all__ = ["Layout", "RotaryEmbedding", "arrange"]
 
@@ -65,22 +65,22 @@ def segment_lengths(position_ids: Tensor) -> Tensor:
     A row may hold several inputs one after the other (packing): where positions do not ascend, another one begins.
 
     Args:
-        position_ids: (rows, tokens) integers.
+        position_ids: (rows, tokens) integers or floating-point numbers.
 
     Returns:
-        (rows, tokens) int64, the largest position of the token's input + 1.
+        (rows, tokens), the largest position of the token's input + 1; int64 for integers.
     """
     begins = torch.nn.functional.pad(position_ids.diff(dim=-1) <= 0, (1, 0), value=True)
     segment = begins.cumsum(-1) - 1
-    longest = torch.zeros_like(segment).scatter_reduce(-1, segment, position_ids.to(segment.dtype) + 1, "amax")
-    return longest.gather(-1, segment)
+    lengths = (position_ids if position_ids.is_floating_point() else position_ids.to(torch.int64)) + 1
+    return torch.zeros_like(lengths).scatter_reduce(-1, segment, lengths, "amax").gather(-1, segment)
 
 
 def lengths_over_axes(position_ids: Tensor) -> Tensor:
     """Return the length of the input that each token belongs to, for positions with several axes (multimodal models).
 
-    `position_ids`: (axes, rows, tokens) integers. A row whose axes differ has an image or a video in it, and counts as
-    one input; other rows are treated as in `segment_lengths`. The result is (rows, tokens) int64.
+    `position_ids`: (axes, rows, tokens). A row whose axes differ has an image or a video in it, and counts as one
+    input; other rows are treated as in `segment_lengths`. The result is (rows, tokens).
     """
     text = (position_ids == position_ids[:1]).all(0).all(-1, keepdim=True)
     largest = position_ids.amax(0)
@@ -346,25 +346,27 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             x: any tensor with the dtype and the device of the result.
-            position_ids: (batch, length) integers; with `axis_of_pair` also (axes, batch, length).
+            position_ids: (batch, length); with `axis_of_pair` also (axes, batch, length), or (1, batch, length) for the
+                same positions on every axis. Numbers of a floating-point dtype need not be whole (Qwen3-Omni places the
+                frames of a video between tokens).
 
         Returns:
             cos and sin, each (batch, length, dim), or (batch, length, dim // 2) in the layout "bare"; one complex64
             tensor (batch, length, dim // 2) in the layout "complex".
 
         Raises:
-            TypeError: positions that are not integers.
-            LengthError: a length-dependent method, and positions of something else than the tokens of the input.
-            LengthError: a length-dependent method in a forward that is traced or exported.
+            LengthError: positions of fewer axes than the model has; or a length-dependent method, and positions of
+                something else than the tokens of the input, or a forward that is traced or exported.
             UnsupportedModelError: frequencies that follow from weights, in a forward that torch.export exports.
         """
-        if position_ids.is_floating_point():
-            raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
         self._follow(x.device)
         position_ids = position_ids.to(x.device)
+        if self.axis_of_pair is not None and position_ids.ndim > 2 and len(position_ids) == 1:
+            position_ids = position_ids[0]
         # The position that each pair is rotated by, (batch, length, dim // 2); the last size is 1 for one axis.
         positions = position_ids[..., None]
         if self.axis_of_pair is not None and position_ids.ndim > 2:
+            _check_axes(position_ids, 1 + max(self.axis_of_pair))
             positions = position_ids.index_select(0, self.axes.to(position_ids.device)).movedim(0, -1)
         if is_exporting():
             return self._exported(x, positions)
@@ -379,7 +381,7 @@ class RotaryEmbedding(nn.Module):
                     f"its input (compressed keys, a canvas), and {self.method.name} has frequencies for each token; "
                     "use a static method, or hold one length with rope_ext_hf.fixed_length(model, length)"
                 )
-            angle = phase_to_radians(positions.to(torch.int64) * frequency)
+            angle = phase_to_radians(phase_at(positions, frequency))
         cos, sin = angle.cos().to(torch.float32), angle.sin().to(torch.float32)
         if isinstance(attention_factor, Tensor) or attention_factor != 1.0:
             cos, sin = cos * attention_factor, sin * attention_factor
@@ -461,6 +463,14 @@ def _check_arrangement(rotary: Rotary, layout: str, axis_of_pair: Sequence[int] 
         raise MethodError(
             f"axis_of_pair must have the index of an axis, 0 or larger, for each of {rotary.dim // 2} pairs, got "
             f"{list(axis_of_pair)}"
+        )
+
+
+def _check_axes(position_ids: Tensor, axes: int) -> None:
+    if len(position_ids) < axes:
+        raise LengthError(
+            f"position_ids of shape {tuple(position_ids.shape)} have {len(position_ids)} axes, and this model rotates "
+            f"by {axes}: give positions of shape ({axes}, rows, tokens), or (rows, tokens) for the same on every axis"
         )
 
 

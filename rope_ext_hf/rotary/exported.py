@@ -66,13 +66,18 @@ def rotation_at(positions: Tensor, frequency: tuple[int, ...]) -> CosSin:
     """Return the rotation of each pair at each position, without a product of positions.
 
     Args:
-        positions: (..., 1) integers, or (..., pairs) where pairs rotate by positions of their own; from -2^24 to
-            2^24 - 1.
+        positions: (..., 1), or (..., pairs) where pairs rotate by positions of their own; from -2^24 to 2^24 - 1.
+            Numbers of a floating-point dtype need not be whole.
         frequency: the frequency of each pair in fixed point, see `rotary.phase`.
 
     Returns:
         cos and sin, (..., pairs) float32.
     """
+    if positions.is_floating_point():
+        whole = positions.floor()
+        radians = constant(tuple(map(_radians, frequency)), positions.device, torch.float32)
+        angle = (positions - whole).to(torch.float32) * radians
+        return rotation_at(whole.to(torch.int64), frequency).then(CosSin(angle.cos(), angle.sin()))
     pairs, positions = len(frequency), positions.to(torch.int64)
     # One table after the other, each with a row for every value of its digit. One dimension, because tools that
     # quantise weights take a lookup in a matrix for that of token embeddings.

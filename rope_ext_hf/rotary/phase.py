@@ -31,13 +31,31 @@ def angles(position_ids: Tensor, frequency: Tensor) -> Tensor:
     """Return the angle of each pair at each position.
 
     Args:
-        position_ids: (..., length) integers.
+        position_ids: (..., length).
         frequency: (dim // 2,) fixed point, or a shape that broadcasts against (..., length, dim // 2).
 
     Returns:
         (..., length, dim // 2) float32, radians in [-pi, pi].
     """
-    return phase_to_radians(position_ids[..., None].to(torch.int64) * frequency)
+    return phase_to_radians(phase_at(position_ids[..., None], frequency))
+
+
+def phase_at(positions: Tensor, frequency: Tensor) -> Tensor:
+    """Return the fixed-point angles at positions, int64 units of 2^-64 cycles.
+
+    A position of a floating-point dtype may lie between two tokens. Its whole part is multiplied in integers, as
+    exactly as an integer is; the angle of its fraction is added, which a float32 product gives to 2^-24 cycles.
+
+    Args:
+        positions: integers or floating-point numbers that broadcast against `frequency`.
+        frequency: fixed point. At fractions of a position it stands for less than half a cycle per position, because
+            whole cycles are dropped from it.
+    """
+    if not positions.is_floating_point():
+        return positions.to(torch.int64) * frequency
+    whole = positions.floor()
+    fraction = (positions - whole).to(torch.float32)
+    return whole.to(torch.int64) * frequency + (fraction * frequency.to(torch.float32)).to(torch.int64)
 
 
 def phase_to_radians(phase: Tensor) -> Tensor:

@@ -368,13 +368,18 @@ class TestModule:
         expected = {"half": actual[0].repeat(1, 1, 2), "interleaved": actual[0].repeat_interleave(2, -1)}
         assert torch.equal(cos, expected.get(layout, actual[0]))
 
+    def test_positions_of_too_few_axes_are_refused(self) -> None:
+        module = RotaryEmbedding("yarn", self.rotary, factor=4, axis_of_pair=self.axes)
+        with pytest.raises(LengthError, match=r"\(2, 2, 7\) have 2 axes, and this model rotates by 3: give"):
+            module(torch.zeros(1), self.positions()[:2])
+
     @pytest.mark.parametrize("method", ["yarn", "dynamic-ntk"])
     def test_equal_axes_are_plain_rope_bit_for_bit(self, method: str) -> None:
         parameters: dict[str, Any] = {"factor": 4} if method == "yarn" else {}
         merged = RotaryEmbedding(method, self.rotary, axis_of_pair=self.axes, **parameters)
         plain = RotaryEmbedding(method, self.rotary, **parameters)
         positions = torch.arange(300).expand(2, -1)
-        for position_ids in (positions, positions.expand(3, -1, -1)):
+        for position_ids in (positions, positions[None], positions.expand(3, -1, -1)):
             for ours, theirs in zip(
                 merged(torch.zeros(1), position_ids), plain(torch.zeros(1), positions), strict=True
             ):

@@ -119,6 +119,33 @@ class TestAccuracy:
         for left, right in zip(module(torch.zeros(1), positions.int()), module(torch.zeros(1), positions), strict=True):
             assert torch.equal(left, right)
 
+    @static
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_between_two_tokens(
+        self, method: str, params: dict[str, Any], formula: Callable[[Rotary], list[float]], warmth: float,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        rotary = Rotary(64, 5e5, SMALL.trained_length)
+        module = RotaryEmbedding(method, rotary, layout="bare", **params)
+        whole = torch.tensor([0.0, 1, 77, 4095, 131_071, 1_048_575], dtype=dtype)[:, None]
+        positions = (whole + torch.tensor([0.0, 0.125, 0.5, 0.875], dtype=dtype)).reshape(1, -1)
+        angles = positions[0, :, None].double() * torch.tensor(formula(rotary), dtype=torch.float64)
+        cos, sin = module(torch.zeros(1), positions)
+        assert float((cos[0].double() - warmth * angles.cos()).abs().max()) <= BOUND * warmth
+        assert float((sin[0].double() - warmth * angles.sin()).abs().max()) <= BOUND * warmth
+
+    @pytest.mark.parametrize(("method", "params"), [(name, params) for name, params, _, _ in STATIC] + DEPENDENT)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_whole_numbers_of_a_floating_point_dtype_are_integers(
+        self, method: str, params: dict[str, Any], dtype: torch.dtype
+    ) -> None:
+        module = RotaryEmbedding(method, SMALL, **params)
+        positions = torch.cat([torch.arange(3000), torch.arange(5000)])[None]
+        for ours, theirs in zip(
+            module(torch.zeros(1), positions.to(dtype)), module(torch.zeros(1), positions), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+
     def test_a_frequency_of_half_a_turn(self) -> None:
         """Half a turn is the one fraction that signed fixed point cannot hold exactly; whole turns vanish."""
         rotary = Rotary(dim=4, theta=1e4, trained_length=256)
@@ -390,6 +417,7 @@ class TestCompiled:
         with HostReads(refuse=True):
             module(x, positions)
             module(x, positions)
+            module(x, positions + 0.5)
         # A meta tensor has no values at all, so whatever looks at one raises; `tolist` escapes the guard above.
         fresh = RotaryEmbedding(method, SMALL, layout=layout, **params)
         turned = fresh(x.to("meta"), positions.to("meta"))
@@ -406,8 +434,11 @@ class TestCompiled:
         torch._dynamo.reset()
         module = RotaryEmbedding(method, SMALL, layout=layout, **params)
         compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-        for x in (torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)):
-            actual, expected = compiled(x, positions_to_check()), module(x, positions_to_check())
+        between = torch.arange(100)[None] * 0.75
+        for x, positions in itertools.product(
+            (torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)), (positions_to_check(), between)
+        ):
+            actual, expected = compiled(x, positions), module(x, positions)
             for left, right in zip(
                 actual if isinstance(actual, tuple) else (torch.view_as_real(actual),),
                 expected if isinstance(expected, tuple) else (torch.view_as_real(expected),),

@@ -153,3 +153,18 @@ def test_tables_that_cannot_grow(way: Callable[..., Graph]) -> None:
     with pytest.raises(LengthError, match=r"10 positions, and this input ends at 40: make the module with a k of .* 4"):
         traced(Grown(1), x)
     assert torch.equal(run(traced(Grown(4), x), x), Grown(4)(x, x))
+
+
+@static
+@each_way
+def test_positions_between_tokens(
+    way: Callable[..., Graph], method: str, params: dict[str, Any], formula: Callable[[Rotary], list[float]],
+    warmth: float,
+) -> None:  # fmt: skip
+    """Qwen3-Omni places the frames of a video between tokens."""
+    rotary = Rotary(128, 5e5, 4096)
+    positions = torch.tensor([[0.0, 0.5, 7.25, 100.0, 4095.75, 131071.5, 1048575.875]], dtype=torch.float64)
+    graph = way(RotaryEmbedding(method, rotary, layout="bare", **params), positions[:, :4])
+    with torch.no_grad():
+        cos, sin = graph(torch.zeros(1), positions)
+    assert worst((cos / warmth, sin / warmth), cos_sin(positions, formula(rotary))) <= BOUND

@@ -198,6 +198,27 @@ def inputs(entry: Entry, length: int, seed: int = 1) -> dict[str, Any]:
     return made
 
 
+def image_inputs(entry: Entry, seed: int = 1) -> dict[str, Any] | None:
+    """What a model reads of one image beside its tokens; None where every_model.toml does not say.
+
+    Returns:
+        Random numbers and integers by the names of the model's arguments; "ids", the tokens that stand for the image in
+        the text; and "token_types", the argument that says which tokens these are, where the model takes one.
+    """
+    named = next((table for table in data()["images"] if entry.name in table["classes"]), None)
+    if named is None:
+        return None
+    draws, sizes = torch.Generator().manual_seed(seed), data()["sizes"]
+    ids = [sizes["vision_start_token_id"], *[sizes["image_token_id"]] * named["tokens"], sizes["vision_end_token_id"]]
+    made: dict[str, Any] = {"ids": torch.tensor(ids)}
+    if entry.name in data()["token_types"]:
+        made["token_types"] = data()["token_types"][entry.name]
+    for name, value in named["inputs"].items():
+        shape = isinstance(value[0], int)
+        made[name] = torch.randn(value, generator=draws) if shape else torch.tensor(value)
+    return made
+
+
 def text_modules(model: nn.Module) -> list[nn.Module]:
     """The modules of a model that belong to its own config or to that of its text part."""
     config: Any = model.config
