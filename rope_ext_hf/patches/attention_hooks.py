@@ -34,9 +34,9 @@ from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.decoder_arguments import arguments
 from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, place_tokens
 from rope_ext_hf.patches.forward_hooks import Arguments, DecoderHooks
-from rope_ext_hf.patches.planning import on_meta_device
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
+from rope_ext_hf.patches.weights_at_hand import on_meta_device
 from rope_ext_hf.rotary.cache_state import CacheState, check_origin
 from rope_ext_hf.rotary.forward_state import graph_break
 
