@@ -166,7 +166,8 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         own_names = {*inspect.signature(cls).parameters, *_PATCH_ARGUMENTS}
         own = {key: arguments.pop(key) for key in list(arguments) if key in own_names}
         params, loading = split_parameters(own.get("method"), arguments)
-        if device is not None:
+        # lm-eval names a GPU also where none was asked for; like its own HFLM, fall back to what the machine has.
+        if device is not None and (torch.cuda.is_available() or torch.device(device).type != "cuda"):
             loading.setdefault("device_map", device)
         harness = {} if max_batch_size is None else {"max_batch_size": max_batch_size}
         return cls(**own, **params, loading=loading, harness=harness)

@@ -207,6 +207,15 @@ def test_a_path_is_loaded_and_patched(tokenizer: Any) -> None:
     assert scored(lm) == pytest.approx([ours(lm.model, tokenizer, *pair) for pair in PAIRS], abs=1e-4)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
+@pytest.mark.parametrize("device", [None, "cuda", "cuda:0", "cpu"])
+def test_without_a_gpu_the_cpu_is_taken(device: str | None) -> None:
+    """lm-eval's command line names cuda:0 where its user names no device."""
+    lm = RopeHFLM.create_from_arg_obj({"pretrained": str(path())}, {"device": device, "batch_size": 1})
+    assert lm.device == torch.device("cpu")
+    assert lm.model.device == torch.device("cpu")
+
+
 def test_refusals(tokenizer: Any) -> None:
     with pytest.raises(rope.MethodError, match=r"max_length=2048 is above the 1024 tokens .* with yarn"):
         harness(load("yarn"), tokenizer, max_length=2048)
