@@ -104,6 +104,7 @@ def _random_model(config: Any, model_class: type[Any] | None) -> PreTrainedModel
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         torch.manual_seed(0)
         model = loader.from_config(config) if hasattr(loader, "_model_mapping") else loader._from_config(config)
+    _fill_missing(model)
     model = model.float().eval()
     # The weights of a norm begin as ones, under which a norm and a rotation could change places unnoticed.
     draws = torch.Generator().manual_seed(0)
@@ -113,6 +114,20 @@ def _random_model(config: Any, model_class: type[Any] | None) -> PreTrainedModel
                 continue
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws))
     return model
+
+
+def _fill_missing(model: PreTrainedModel) -> None:
+    """Give a model the parameters that it was built without, as inside `init_empty_weights` of accelerate."""
+    draws = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.device.type != "meta":
+                continue
+            values = torch.full(parameter.shape, 0.0 if name == "bias" else 1.0, device="cpu")
+            if parameter.ndim > 1:
+                values.normal_(std=_INITIALIZER_RANGE, generator=draws)
+            # Not by `setattr`, in whose place accelerate has put a function that drops values.
+            module._parameters[name] = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 def _number(value: dict[str, Any]) -> Any:
