@@ -302,9 +302,13 @@ def _effective_length(findings: Findings, measure: Measure, lead: str) -> str:
 
 
 def _within_tolerance(findings: Findings, measure: Measure, lead: str, tolerance: float) -> list[str]:
-    """Return sentences on the longest length at which perplexity is close to the unpatched model's on short inputs."""
+    """Return a sentence on the longest length at which perplexity is close to the unpatched model's on short inputs.
+
+    It says what the table shows, and then what of that is significant.
+    """
     short = findings.context_length
-    within, outside = findings.reach(measure, lead)
+    within, outside = findings.shown_reach(measure, lead)
+    significant_within, significant_outside = findings.reach(measure, lead)
     if lead == findings.loaded:
         subject, base = f"the unpatched model's {measure.name}", f"that at {short:,} tokens"
     else:
@@ -317,9 +321,10 @@ def _within_tolerance(findings: Findings, measure: Measure, lead: str, tolerance
         ratio = value / base_value if measure.exponential else exponential(value - base_value)
         excess = f"{ratio - 1:.0%} above" if ratio < _MANY_TIMES else f"{ratio:.2g} times"
         values = f"({measure.text(value)} against {measure.text(base_value)})"
+        doubt = "" if outside == significant_outside else f", not significantly more than {tolerance:.0%}"
         if not within:
-            return [f"At {_length_text(findings, outside)}, {subject} is {excess} {base} {values}."]
-        excess = f"; at {_length_text(findings, outside)} it is {excess} that {values}"
+            return [f"At {_length_text(findings, outside)}, {subject} is {excess} {base} {values}{doubt}."]
+        excess = f"; at {_length_text(findings, outside)} it is {excess} that {values}{doubt}"
     if not within:
         return []
     if len(within) == 1:
@@ -327,7 +332,12 @@ def _within_tolerance(findings: Findings, measure: Measure, lead: str, tolerance
     else:
         multiples = f"{multiple_text(within[0], short)} to {multiple_text(within[-1], short)}"
         where = f"From {within[0]:,} to {within[-1]:,} tokens ({multiples})"
-    return [f"{where}, {subject} is within {tolerance:.0%} of {base}{excess}."]
+    significant = ""
+    if not significant_within:
+        significant = ", but not significantly"
+    elif len(significant_within) < len(within):
+        significant = f", significantly up to {significant_within[-1]:,}"
+    return [f"{where}, {subject} is within {tolerance:.0%} of {base}{significant}{excess}."]
 
 
 def _missing(findings: Findings) -> list[str]:

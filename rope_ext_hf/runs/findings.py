@@ -166,6 +166,24 @@ class Findings:
             within.append(length)
         return within, None
 
+    def shown_reach(self, measure: Measure, key: str) -> tuple[list[int], int | None]:
+        """Return the lengths up to which the values of a method, as tables show them, are within the tolerance.
+
+        Unlike `reach`, it does not ask whether that is significant. The second is the first length outside, or None.
+        """
+        bound = math.log1p(measure.tolerance or 0.0)
+        within = list[int]()
+        for length in measure.lengths(key):
+            if length <= self.context_length:
+                continue
+            change = measure.change((key, length), (self.loaded, self.context_length))
+            if change is None or math.isnan(change.value):
+                return within, None
+            if change.value > bound:
+                return within, length
+            within.append(length)
+        return within, None
+
     # --- all measures -------------------------------------------------------------------------------------------------
 
     def reads_as_well(self, key: str, length: int) -> bool:

@@ -52,10 +52,27 @@ def test_methods_without_a_significant_difference_from_the_best_are_named() -> N
     )
 
 
-def test_a_reach_that_the_documents_do_not_show_is_not_claimed() -> None:
-    noisy = [0.9, 1.3, 0.8, 1.2, 1.05]
-    made = concluded(perplexities({"loaded": {64: 1.0, 128: 5.0}, "yarn": {64: 1.2, 128: noisy}}))
-    assert "5%" not in made.text
+def test_of_a_reach_it_is_said_what_the_table_shows_and_what_is_significant() -> None:
+    noisy, noisier = [0.9, 1.3, 0.8, 1.2, 1.15], [0.9, 1.3, 0.8, 1.0, 1.0]
+
+    def reach(**row: Any) -> str:
+        values = {int(length.removeprefix("at_")): value for length, value in row.items()}
+        made = concluded(perplexities({"loaded": {64: 1.0, 128: 5.0, 256: 5.0, 512: 5.0}, "yarn": {64: 1.2} | values}))
+        return made.text.partition("3.32). ")[2]
+
+    assert reach(at_128=noisy) == (
+        "At 128 tokens (2x), perplexity under yarn is 7% above that of the unpatched model at 64 tokens (2.92 against "
+        "2.72), not significantly more than 5%."
+    )
+    of_yarn = "perplexity under yarn is within 5% of that of the unpatched model at 64 tokens"
+    assert reach(at_128=noisier) == f"At 128 tokens (2x), {of_yarn}, but not significantly."
+    assert reach(at_128=1.0, at_256=noisier) == (
+        f"From 128 to 256 tokens (2x to 4x), {of_yarn}, significantly up to 128."
+    )
+    assert reach(at_128=1.0, at_256=noisier, at_512=noisy) == (
+        f"From 128 to 256 tokens (2x to 4x), {of_yarn}, significantly up to 128; at 512 tokens (8x) it is 7% above "
+        "that (2.92 against 2.72), not significantly more than 5%."
+    )
     made = concluded(perplexities({"loaded": {64: 1.0, 128: 5.0}, "yarn": {64: 1.2, 128: 2.0}}))
     assert made.text.endswith(
         "At 128 tokens (2x), perplexity under yarn is 2.7 times that of the unpatched model at 64 tokens (7.39 against "
@@ -241,8 +258,10 @@ FORMS = (
     r"At 256 tokens \(4x\), no method is significantly better than the unpatched model \(perplexity [\d.]+.*\)",
     r"Short inputs \(64 tokens\): (perplexity (gets worse|gets better) \(.+ to .+\)|perplexity is unchanged \(.+\)|"
     r"no significant difference in perplexity \(.+, unpatched .+\))",
-    r"(At|From 128 to) (128|256) tokens \(.+x\), .*perplexity.* is within 5% of that .*at 64 tokens(; at 256 .+)?",
-    r"At 128 tokens \(2x\), .*perplexity.* is .+ (above|times) that .*at 64 tokens \(.+ against .+\)",
+    r"(At|From 128 to) (128|256) tokens \(.+x\), .*perplexity.* is within 5% of that .*at 64 tokens"
+    r"(, but not significantly|, significantly up to 128)?(; at 256 .+)?",
+    r"At 128 tokens \(2x\), .*perplexity.* is .+ (above|times) that .*at 64 tokens \(.+ against .+\)"
+    r"(, not significantly more than 5%)?",
     r"The extended length of m0 is 128 tokens; 256 is beyond it",
     r"Not measured at 256 tokens: m1",
 )
