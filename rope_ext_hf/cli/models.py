@@ -17,7 +17,7 @@ from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_result, print_table, print_text, progress_bar
 from rope_ext_hf.cli.folders import PublishOptions, described, write_patched
 from rope_ext_hf.cli.options import Json, Model, SourceOptions, command
-from rope_ext_hf.errors import CheckpointError, short
+from rope_ext_hf.errors import CheckpointError, MethodError, short
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.questions import argument, option_text
@@ -137,7 +137,10 @@ def patch(
     methods: LayerChoice,
     source: SourceOptions,
     publish: PublishOptions,
-    out: Path = argument(MISSING, "The patched folder; must not exist yet.", metavar="FOLDER"),
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="The patched folder; must not exist yet. Or give --out.")
+    ] = None,
+    out: Path | None = argument(None, "The patched folder; must not exist yet.", metavar="FOLDER"),
     native: bool = argument(
         False, "Save in transformers' own form even where transformers then computes other results."
     ),
@@ -154,8 +157,12 @@ def patch(
     Weights are copied as they are. In the copy of an adapter's folder the method stands beside the adapter's settings.
     The model card of the source is kept, with its licence, and extended.
 
-    Example: `rope-ext patch reference --method yarn --factor 8 --out reference-yarn`
+    Example: `rope-ext patch reference reference-yarn --method yarn --factor 8`
     """
+    if (folder is None) == (out is None):
+        raise MethodError("give the patched folder once: rope-ext patch MODEL OUT, or --out OUT")
+    out = folder or out
+    assert out is not None
     methods.check_single(required=True)
     publish.check()
     description = write_patched(

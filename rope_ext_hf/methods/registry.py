@@ -85,7 +85,7 @@ def list_methods() -> dict[str, type[RopeMethod]]:
 
 
 def resolve_method(
-    method: str | RopeMethod,
+    method: str | RopeMethod | Mapping[str, Any],
     rotary: Rotary | None,
     *,
     factor: float | None = None,
@@ -96,7 +96,7 @@ def resolve_method(
 
     Args:
         method: a name of `list_methods()` or an alias of one ("NTK-aware", "dynamic"), in any case and with any
-            separators, or a method object.
+            separators, or a method object, or the rope settings of a config: {"rope_type": "yarn", "factor": 4}.
         rotary: the rotary embedding of the model, with which target_length becomes a factor and parameters are checked;
             None: it is not known yet.
         factor: the extended length as a multiple of the context length. A method without a factor is not changed by it.
@@ -109,16 +109,48 @@ def resolve_method(
             method cannot work with.
         TypeError: parameters beside a method object.
     """
+    if isinstance(method, Mapping):
+        method, stated = _from_rope_settings(method, rotary, [*params, *(["factor"] if factor is not None else [])])
+        factor = stated.pop("factor", factor)
+        params |= stated
     if isinstance(method, RopeMethod):
         _check_alone(method, {"factor": factor, "target_length": target_length} | params)
         resolved = method
     elif isinstance(method, str):
         resolved = _from_name(method, rotary, factor, parse_length(target_length), params)
     else:
-        raise TypeError(f"method must be a name or a method object, got {type(method).__name__}")
+        raise TypeError(
+            f"method must be a name, a method object, or a dict with a rope_type, got {type(method).__name__}"
+        )
     if rotary is not None:
         resolved.check(rotary)
     return resolved
+
+
+def _from_rope_settings(
+    settings: Mapping[str, Any], rotary: Rotary | None, given_beside: Collection[str]
+) -> tuple[str, dict[str, Any]]:
+    """Return the name and the parameters of the method that the rope settings of a config state.
+
+    Every key is used or refused. Those that describe the model, and not the method, have to agree with the model.
+    """
+    parameters = {key: value for key, value in settings.items() if value is not None}
+    names = [parameters.pop(key) for key in ("rope_type", "type", "method") if key in parameters]
+    if not names or any(name != names[0] for name in names):
+        raise MethodError(f"the settings must name one method, as in {{'rope_type': 'yarn'}}; got {dict(settings)}")
+    twice = sorted(parameters.keys() & set(given_beside))
+    if twice:
+        raise MethodError(f"{', '.join(twice)} is given in the settings and beside them; give it once")
+    of_model = {} if rotary is None else {"rope_theta": rotary.theta, _ORIGINAL: rotary.context_length}
+    for key, value in of_model.items():
+        stated = parameters.pop(key, value)
+        if stated != value:
+            advice = "give context_length as well" if key == _ORIGINAL else "use the method 'theta' for another base"
+            raise MethodError(f"the settings state {key}={stated}, and this model has {value:g}: {advice}")
+    return names[0], parameters
+
+
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def _check_alone(method: RopeMethod, beside: Mapping[str, Any]) -> None:
@@ -163,7 +195,7 @@ def _from_name(
 
 
 def split_parameters(
-    method: str | RopeMethod | None, arguments: Mapping[str, Any]
+    method: str | RopeMethod | Mapping[str, Any] | None, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divide keyword arguments into the parameters of methods and all others.
 
@@ -175,7 +207,8 @@ def split_parameters(
     cls = _find(method)[0] if isinstance(method, str) else None
     own = () if cls is None else [*cls.parameters]
     known = {name for registered in list_methods().values() for name in registered.parameters}
-    misspelt = [key for key in arguments if difflib.get_close_matches(key, own, n=1, cutoff=0.8)]
+    misspelt = [key for key in arguments if method is not None and key in _MEANT]
+    misspelt += [key for key in arguments if difflib.get_close_matches(key, own, n=1, cutoff=0.8)]
     params = {key: value for key, value in arguments.items() if key in known or key in misspelt}
     if cls is not None and own and cls.method_parameter() is None:  # else they may be those of the inner method
         _check_known(cls.name, params, own)
@@ -187,7 +220,12 @@ def _check_known(name: str, keys: Iterable[str], accepted: Collection[str]) -> N
     for key in keys:
         if key not in accepted:
             parameters = ", ".join(["factor", "target_length", *(k for k in accepted if k != "factor")])
-            raise MethodError(f"{name} has no parameter {key!r}.{did_you_mean(key, accepted)} It takes: {parameters}")
+            hint = f" Did you mean {_MEANT[key]!r}?" if key in _MEANT else did_you_mean(key, accepted)
+            raise MethodError(f"{name} has no parameter {key!r}.{hint} It takes: {parameters}")
+
+
+_MEANT = {"scale": "factor", "scaling_factor": "factor", "max_length": "target_length", "length": "target_length"}
+"""Names by which other programs call the factor and the extended length."""
 
 
 def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:

@@ -189,10 +189,10 @@ def find_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
 
 def from_pretrained(
     path: str | Path,
-    method: str | RopeMethod | None = None,
+    method: str | RopeMethod | Mapping[str, Any] | None = None,
+    factor: float | None = None,
     *,
     auto_class: str | None = None,
-    factor: float | None = None,
     target_length: Length | None = None,
     over: str = "own",
     context_length: Length | None = None,
@@ -212,8 +212,8 @@ def from_pretrained(
     Args:
         path: a local folder, a Hub id, a GGUF file, or "reference" for the bundled model. The weights of a GGUF file
             are unpacked, so that the model takes the memory of its dtype.
-        method: a method to patch the model with, by name or as an object. It replaces the patch that is saved in the
-            folder, which a warning says, unless `over` says "patched".
+        method: a method to patch the model with, by name, as an object or as rope settings. It replaces the patch that
+            is saved in the folder, which a warning says, unless `over` says "patched".
         auto_class: the class of transformers to load with, for example "AutoModel". The default is the class that the
             config names under `architectures`, and AutoModelForCausalLM if it names none; for an adapter it is the
             class that the adapter's task needs.

@@ -7,7 +7,7 @@ Everything that a patch changes is planned first, by `rope_ext_hf.patches.planni
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -36,9 +36,9 @@ M = TypeVar("M", bound=nn.Module)
 @overload
 def patch(
     model: M,
-    method: str | RopeMethod,
-    *,
+    method: str | RopeMethod | Mapping[str, Any],
     factor: float | None = None,
+    *,
     target_length: Length | None = None,
     over: str = "own",
     context_length: Length | None = None,
@@ -47,12 +47,14 @@ def patch(
     **params: Any,
 ) -> M: ...
 @overload
-def patch(model: str | Path, method: str | RopeMethod, **options: Any) -> PreTrainedModel: ...
+def patch(
+    model: str | Path, method: str | RopeMethod | Mapping[str, Any], factor: float | None = None, **options: Any
+) -> PreTrainedModel: ...
 def patch(
     model: Any,
-    method: str | RopeMethod,
-    *,
+    method: str | RopeMethod | Mapping[str, Any],
     factor: float | None = None,
+    *,
     target_length: Length | None = None,
     over: str = "own",
     context_length: Length | None = None,
@@ -74,7 +76,8 @@ def patch(
             such as DDP, give the model inside (`.module`). Give the whole model: a decoder taken out of it cannot reach
             the config that is saved. A folder, a Hub id or "reference" (the bundled model) is loaded first, by
             `rope_ext_hf.from_pretrained` with its defaults.
-        method: a name of `rope_ext_hf.list_methods()`, or a method object.
+        method: a name of `rope_ext_hf.list_methods()`, a method object, or the rope settings of a config, such as
+            {"rope_type": "yarn", "factor": 4}, of which every key is used or refused.
         factor: the extended length divided by the context length: with `factor=4`, a model for 8,192 tokens is to
             reach 32,768. A method that has no factor of its own takes the extended length from it, and fits those of
             its parameters that depend on that length.
@@ -140,7 +143,9 @@ def unpatch(model: M) -> M:
 
 
 @contextmanager
-def patched(model: M, method: str | RopeMethod, **kwargs: Any) -> Iterator[M]:
+def patched(
+    model: M, method: str | RopeMethod | Mapping[str, Any], factor: float | None = None, **kwargs: Any
+) -> Iterator[M]:
     """Patch a model for the length of a `with` block, and restore afterwards whatever it ran before.
 
         with rope.patched(model, "yarn", factor=4):
@@ -150,7 +155,7 @@ def patched(model: M, method: str | RopeMethod, **kwargs: Any) -> Iterator[M]:
     with an exception. The arguments and the errors are those of `patch`.
     """
     before, slots = present_specs(model), patched_slots(model)
-    patch(model, method, **kwargs)
+    patch(model, method, factor, **kwargs)
     try:
         yield model
     finally:

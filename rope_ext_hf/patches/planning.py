@@ -7,7 +7,7 @@ changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,9 +67,9 @@ class _Site:
 
 def plan_patch(
     model: nn.Module,
-    method: str | RopeMethod,
-    *,
+    method: str | RopeMethod | Mapping[str, Any],
     factor: float | None = None,
+    *,
     target_length: Length | None = None,
     over: str = "own",
     context_length: Length | None = None,

@@ -13,7 +13,7 @@ that are traced or exported for other programs have tables instead, see `rotary.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, get_args
 
@@ -91,7 +91,7 @@ class RotaryEmbedding(nn.Module):
     """cos and sin of any frequency method, with the call signature of transformers' rotary modules.
 
     Args:
-        method: a name of `rope_ext_hf.list_methods()` or a method object.
+        method: a name of `rope_ext_hf.list_methods()`, a method object, or the rope settings of a config.
         rotary: the geometry it works on.
         layout: the arrangement of cos and sin, see `Layout`.
         cast: return cos and sin in x's dtype; False: in float32 whatever x is (OLMo).
@@ -128,7 +128,7 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(
         self,
-        method: str | RopeMethod,
+        method: str | RopeMethod | Mapping[str, Any],
         rotary: Rotary,
         *,
         layout: Layout = "half",

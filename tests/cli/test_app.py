@@ -253,8 +253,11 @@ def test_describe() -> None:
 @pytest.mark.slow
 def test_patch_writes_a_folder_plain_transformers_loads(tmp_path: Path) -> None:
     out = tmp_path / "patched"
-    code, _, err = run("patch", "reference", "--method", "yarn", "--target-length", "2k", "--out", str(out))
+    code, _, err = run("patch", "reference", str(out), "--method", "yarn", "--target-length", "2k")
     assert code == 0, err
+    for folders in ([], [str(out), "--out", str(out)]):
+        code, _, err = run("patch", "reference", *folders, "--method", "yarn", "--factor", "4")
+        assert (code, "rope-ext patch MODEL OUT" in err) == (2, True)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from rope_ext_hf import Rotary, frequencies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rope_ext_hf.methods.registry import (
     register_method,
     registered_name,
     resolve_method,
+    split_parameters,
 )
 from rope_ext_hf.methods.static import Linear, Yarn
 from tests.support.method_checks import LLAMA2, assert_same, law, some_lengths, with_factor
@@ -175,6 +177,57 @@ def test_parameters_beside_a_method_object_are_a_type_error(params: dict[str, An
     with pytest.raises(TypeError, match=next(iter(params))) as caught:
         frequencies(Yarn(factor=2), LLAMA2, **params)
     assert "Yarn" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(list_methods()))
+@pytest.mark.parametrize(
+    ("guess", "meant"),
+    [("scale", "factor"), ("scaling_factor", "factor"), ("max_length", "target_length"), ("length", "target_length")],
+)
+def test_names_of_other_programs_lead_to_ours(name: str, guess: str, meant: str) -> None:
+    with pytest.raises(MethodError, match=rf"no parameter {guess!r}\. Did you mean {meant!r}\?"):
+        resolve_method(name, LLAMA2, **{guess: 4})
+    with suppress(MethodError):  # or it is refused already
+        assert split_parameters(name, {guess: 4}) == ({guess: 4}, {})
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type", "method"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("yarn", {"factor": 4, "beta_fast": 16, "attention_factor": None}),
+        ("linear", {"factor": 2.0, "rope_theta": LLAMA2.theta}),
+        ("llama3", {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}),
+        ("longrope", {"factor": 2.0, "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}),
+        ("dynamic", {"factor": 4.0}),
+        ("default", {}),
+        ("dca", {"chunk": 1024}),
+    ],
+)
+def test_rope_settings_of_a_config_are_a_method(name: str, settings: dict[str, Any], key: str) -> None:
+    stated = {key: name, "original_max_position_embeddings": LLAMA2.context_length} | settings
+    values = {key: value for key, value in settings.items() if value is not None and key != "rope_theta"}
+    assert resolve_method(stated, LLAMA2) == resolve_method(name, LLAMA2, **values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "beside", "message"),
+    [
+        ({"factor": 4}, {}, "must name one method"),
+        ({"rope_type": "yarn", "type": "linear", "factor": 4}, {}, "must name one method"),
+        ({"rope_type": "yarn", "factor": 4, "mrope_section": [16, 24, 24]}, {}, "no parameter 'mrope_section'"),
+        ({"rope_type": "yarn", "factor": 4, "rope_theta": 5e5}, {}, r"rope_theta=500000.0, and this model has 10000"),
+        ({"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 8192}, {}, "give context_length"),
+        ({"rope_type": "yarn", "factor": 4}, {"factor": 2}, "factor is given in the settings and beside them"),
+        ({"rope_type": "yarn", "beta_fast": 4}, {"beta_fast": 2, "factor": 2}, "beta_fast is given in the settings"),
+        ({"rope_type": "yarm", "factor": 4}, {}, "yarn"),
+    ],
+)
+def test_every_key_of_rope_settings_is_used_or_refused(
+    settings: dict[str, Any], beside: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(MethodError, match=message):
+        resolve_method(settings, LLAMA2, **beside)
 
 
 def test_something_that_is_no_method_is_a_type_error() -> None:

@@ -98,8 +98,8 @@ def test_chunkllama_is_a_window_one_larger_over_chunks_of_five_eighths() -> None
     mscale = 0.05 * math.log(LENGTH / TRAINED) + 1
     with reading(model, chunkllama, lambda m: mscale**2 * alike(m)):
         released = logits(model, ids)
-    sizes = {"chunk": TRAINED * 5 // 8, "window": TRAINED // 8 + 1, "temperature": "none"}
-    warm = {"frequency": "yarn", "factor": 1, "attention_factor": mscale}
+    sizes: dict[str, Any] = {"chunk": TRAINED * 5 // 8, "window": TRAINED // 8 + 1, "temperature": "none"}
+    warm: dict[str, Any] = {"frequency": "yarn", "factor": 1, "attention_factor": mscale}
     with rope.patched(model, "dca", **sizes, **warm):
         torch.testing.assert_close(logits(model, ids), released, atol=1e-5, rtol=0)
     for other in (sizes, sizes | warm | {"window": TRAINED // 8}):
@@ -113,7 +113,7 @@ def test_longlm_for_llama_is_self_extend_without_the_floor(scaled: bool) -> None
     by_position = (lambda m: ((m + 1).double().log() / math.log(TRAINED)).clamp(min=1)) if scaled else alike
     with reading(model, longlm(30, 7), by_position):
         released = logits(model, ids)
-    parameters = {"window": 30, "group": 7, "temperature": "log-n" if scaled else "none"}
+    parameters: dict[str, Any] = {"window": 30, "group": 7, "temperature": "log-n" if scaled else "none"}
     with rope.patched(model, "self-extend", **parameters, floor_window=False):
         torch.testing.assert_close(logits(model, ids), released, atol=1e-5, rtol=0)
     with rope.patched(model, "self-extend", **parameters):

@@ -544,3 +544,25 @@ def test_no_method_is_offered_over_a_recorded_remapping(tmp_path: Path) -> None:
     rope.patch(build("llama"), "rerope").save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="records rerope, and this patch replaces it$"):
         rope.from_pretrained(tmp_path, "linear", factor=2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": TRAINED, "beta_fast": 16},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
+    ],
+)
+def test_rope_settings_give_what_transformers_computes_from_them(settings: dict[str, Any]) -> None:
+    stock = build("llama", {"original_max_position_embeddings": TRAINED} | settings)
+    for model in (rope.patch(build("llama"), settings), rope.patch(build("llama"), dict(settings))):
+        torch.testing.assert_close(logits(model, tokens(100)), logits(stock, tokens(100)), atol=2e-4, rtol=0)
+
+
+def test_the_factor_may_follow_the_method() -> None:
+    expected = logits(rope.patch(build("llama"), "yarn", factor=4), tokens(100))
+    assert torch.equal(logits(rope.patch(build("llama"), "yarn", 4), tokens(100)), expected)
+    with rope.patched(build("llama"), "yarn", 4) as model:
+        assert torch.equal(logits(model, tokens(100)), expected)
+    assert rope.describe(rope.plan_patch(build("llama"), "yarn", 4)).params["factor"] == 4

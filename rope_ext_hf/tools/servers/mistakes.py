@@ -57,7 +57,7 @@ def configurations(model: Any, unpatched: Rotary) -> dict[str, Configuration]:
                 continue  # the same as the model without the patch
             plain = rotary.theta_inv_freq()
             divisors = torch.where(plain > 0, plain / inv_freq, 1.0)  # some families leave pairs unrotated
-            changed = {"factors": tuple(divisors.tolist()), "attention_factor": factor}
+            changed: dict[str, Any] = {"factors": tuple(divisors.tolist()), "attention_factor": factor}
             by_name[f"with {name}"] = partial(patched, model, "factors", over="original", **changed)
     pairing = describe(model).pairing
     if pairing is not None:
