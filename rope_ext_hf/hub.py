@@ -55,6 +55,7 @@ __all__ = [
     "load_tokenizer",
     "loaded_dtype",
     "loads_by_layer",
+    "missing_tokenizer",
     "model_folder",
     "model_source",
     "read_config",
@@ -337,6 +338,17 @@ def find_device(name: str) -> torch.device:
     return device
 
 
+def missing_tokenizer(folder: str | Path) -> str:
+    """Return what is said of a folder that holds no tokenizer; empty where it holds one, or is not a folder."""
+    path = Path(folder)
+    if not _is_folder(path) or any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        return ""
+    return (
+        f"there is no tokenizer in {str(folder)!r}; copy tokenizer.json and tokenizer_config.json there from the model "
+        "it was made from"
+    )
+
+
 def load_tokenizer(
     name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
@@ -360,11 +372,10 @@ def load_tokenizer(
     else:
         source, arguments = tokenizer_source(source, **arguments)
     folder = Path(source)
-    if not in_file and _is_folder(folder) and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        raise CheckpointError(
-            f"there is no tokenizer in {str(folder)!r}; copy tokenizer.json and tokenizer_config.json there from the "
-            "model it was made from"
-        )
+    if not in_file:
+        missing = missing_tokenizer(folder)
+        if missing:
+            raise CheckpointError(missing)
     with left_out_of_log(*UNKNOWN_TYPE), loading(f"the tokenizer of {short(str(name))!r}"):
         _check_token_settings(source, arguments)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

@@ -20,7 +20,7 @@ from torch import nn
 from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short, size_text
 from rope_ext_hf.files import foreign_errors, read_json
-from rope_ext_hf.hub import is_adapter, load_empty, model_folder, model_source, read_config
+from rope_ext_hf.hub import is_adapter, load_empty, missing_tokenizer, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods, registered_name
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -271,6 +271,9 @@ def serving_config(
             f"{rules.label} is given a folder here, and {short(str(model))!r} is a GGUF file. {way_out(Path(model))}"
         )
     notes = rules.check_version(engine_version)
+    if isinstance(model, (str, Path)) and not is_gguf(model):
+        missing = missing_tokenizer(model)
+        notes += (f"{rules.label} needs a tokenizer, and {missing}.",) if missing else ()
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     arguments: dict[str, Any] = {"factor": factor, "target_length": target_length, **params}
     target = make_target(opened, method, over=over, context_length=parse_length(context_length), **arguments)

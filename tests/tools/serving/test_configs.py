@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_ext_hf as rope
@@ -59,6 +59,16 @@ def test_a_live_patched_model_and_a_folder(tmp_path: Path) -> None:
     named = serving.serving_config("reference", "sglang", "yarn", factor=4, attention_factor=1.3)
     assert live.overrides == named.overrides
     assert live.length == 4 * plain.length
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+def test_a_folder_without_a_tokenizer_is_named(engine: str, tmp_path: Path) -> None:
+    model = rope.patch(rope.from_pretrained("reference"), "yarn", factor=4)
+    model.save_pretrained(tmp_path)
+    (note,) = (note for note in serving.serving_config(tmp_path, engine).notes if "no tokenizer" in note)
+    assert str(tmp_path) in note
+    AutoTokenizer.from_pretrained(reference.path()).save_pretrained(tmp_path)
+    assert not any("no tokenizer" in note for note in serving.serving_config(tmp_path, engine).notes)
 
 
 def test_the_label_of_a_method_with_a_list_of_its_own_name() -> None:
