@@ -17,7 +17,8 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,17 +40,34 @@ if TYPE_CHECKING:
 
 FOLDER = "states"  # its name in a run's folder
 DESCRIPTION, HEAD, TEXT = "states.json", "head.safetensors", "text.safetensors"
-FORMAT = 1
+FORMAT = 2  # in format 1, a checksum said nothing about the place of its file
 TENSOR = "states"  # the name of the tensor in a file of states
 BLOCK = 2**24  # bytes that are read or written at a time
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 CHECKSUM = "crc32"  # in the metadata of each file: a damaged bit would be read as another number
+_OF_RUN = ("weights", "text", "over", "basis", "patches", "of_patch")
+"""The settings of a run that say of which model and text its states are."""
 MEASURE_AGAIN = "measure the run again with another --out"
 
 
 def file_name(method: Method, item: int, length: int) -> str:
     digest = hashlib.sha256(method_key(method).encode()).hexdigest()[:16]
     return f"{digest}.{item}.{length}.safetensors"
+
+
+def first_checksum(settings: Mapping[str, Any], name: str, number: int = FORMAT) -> int:
+    """Return the checksum before the first byte of a file: that of the run and of the name of the file.
+
+    So a file has another checksum in the place of another one: of another document, length, method or model.
+
+    Args:
+        settings: those of the run, as run.json holds them.
+        name: the name of the file.
+        number: the format in which the states are stored.
+    """
+    if number < FORMAT:
+        return 0
+    return zlib.crc32(f"{json_digest({key: settings.get(key) for key in _OF_RUN})} {name}".encode())
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,12 @@ from rope_ext_hf.eval.states_files import (
     Rows,
     check_folder,
     file_name,
+    first_checksum,
     head_of,
     tokens_digest,
     tokens_read,
 )
-from rope_ext_hf.files import atomic_file, check_room, disk_errors, fsync_path, write_text
+from rope_ext_hf.files import atomic_file, check_room, disk_errors, fsync_path, read_json, write_text
 from rope_ext_hf.reading.head_losses import Finishing, HeadLosses
 from rope_ext_hf.reading.spans import EvalPlan, Pass
 from rope_ext_hf.runs.journal import GO_ON
@@ -80,13 +81,16 @@ class StatesWriter:
         self._folder, self._method, self._rows = folder / FOLDER, method, Rows.of(plan)
         self._hidden, self._dtype = linear.in_features, DTYPES.get(dtype, linear.weight.dtype)
         self._begun = set[tuple[int, int]]()
+        self._settings = read_json(folder / "run.json")
         with disk_errors(self._folder, GO_ON):
             self._folder.mkdir(exist_ok=True)
         check_folder(self._folder)
         missing = [place for place in self._rows.counts if not (self._folder / file_name(method, *place)).exists()]
         size = sum(self._rows.counts[place] for place in missing) * self._hidden * self._dtype.itemsize
         check_room(self._folder, size, GO_ON)
-        if not (self._folder / DESCRIPTION).exists():
+        description = self._folder / DESCRIPTION
+        self._format = read_json(description)["format"] if description.exists() else FORMAT
+        if not description.exists():
             self._describe(plan, text, names, linear, head.finishing)
 
     def _describe(self, plan: EvalPlan, text: str, names: str, head: nn.Linear, finishing: Finishing) -> None:
@@ -95,10 +99,11 @@ class StatesWriter:
         for item, (document, spans) in enumerate(plan.documents):
             tensors[f"ids.{item}"] = tokens_read(document, spans)
             tensors[f"spans.{item}"] = torch.tensor(spans, dtype=torch.int64)
-        _write_checked(self._folder / TEXT, tensors)
+        _write_checked(self._folder / TEXT, tensors, self._first_checksum(TEXT))
         with _weights_in_place(head):
             weights = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
-            _write_checked(self._folder / HEAD, {name: weight.detach().cpu() for name, weight in weights.items()})
+            in_memory = {name: weight.detach().cpu() for name, weight in weights.items()}
+            _write_checked(self._folder / HEAD, in_memory, self._first_checksum(HEAD))
         described = {
             "format": FORMAT,
             "text": text,
@@ -150,7 +155,7 @@ class StatesWriter:
         with disk_errors(path, GO_ON):
             with _opened(path, os.O_RDWR) as file:
                 file.seek(len(self._header(place)))
-                checksum = 0
+                checksum = self._first_checksum(file_name(self._method, *place))
                 while block := file.read(BLOCK):
                     checksum = zlib.crc32(block, checksum)
                 file.seek(0)
@@ -160,6 +165,9 @@ class StatesWriter:
             path.replace(self._folder / file_name(self._method, *place))
             fsync_path(self._folder)
         self._begun.discard(place)
+
+    def _first_checksum(self, name: str) -> int:
+        return first_checksum(self._settings, name, self._format)
 
     def _part(self, place: tuple[int, int]) -> Path:
         return self._folder / f"{file_name(self._method, *place)}.part"
@@ -175,10 +183,12 @@ def _opened(path: Path, flags: int) -> BinaryIO:
     return os.fdopen(descriptor, "r+b")
 
 
-def _write_checked(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors into a safetensors file with their checksum, completely or not at all."""
+def _write_checked(path: Path, tensors: Mapping[str, Tensor], checksum: int) -> None:
+    """Write tensors into a safetensors file with their checksum, completely or not at all.
+
+    `checksum`: that before the first byte, see `first_checksum`.
+    """
     infos = {name: TensorInfo.from_shape(DTYPE_NAMES[x.dtype], tuple(x.shape)) for name, x in tensors.items()}
-    checksum = 0
     for tensor in tensors.values():
         checksum = zlib.crc32(tensor_bytes(tensor), checksum)
     with atomic_file(path) as part, part.open("wb") as file:

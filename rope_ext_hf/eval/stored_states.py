@@ -33,6 +33,7 @@ from rope_ext_hf.eval.states_files import (
     Rows,
     check_folder,
     file_name,
+    first_checksum,
     is_read_by,
     tokens_digest,
 )
@@ -80,7 +81,7 @@ class StoredStates:
     vocabulary: int
     nats: dict[tuple[int, int], float]
     _folder: Path
-    _files: dict[tuple[int, int], SafetensorsFile]
+    _files: dict[tuple[int, int], _CheckedFile]
     _checked: set[tuple[int, int]] = field(default_factory=set)
 
     @classmethod
@@ -112,12 +113,17 @@ class StoredStates:
                 "with this folder"
             )
         described = _description(states / DESCRIPTION)
+        number = described["format"]
+
+        def checked(name: str, *, whole: bool = True) -> _CheckedFile:
+            return _CheckedFile.open(states / name, first_checksum(run.settings, name, number), whole=whole)
+
         if described["text"] != run.settings.get("text"):
             raise FileError(f"the states in {str(states)!r} are those of another text than run.json's; {MEASURE_AGAIN}")
-        plan = _read_plan(states / TEXT, run)
+        plan = _read_plan(checked(TEXT).file, run)
         if described["tokens"] != tokens_digest(plan):
             raise FileError(f"{str(states / TEXT)!r} has other tokens than the run read; {MEASURE_AGAIN}")
-        vocabulary, hidden = _head_shape(_open_checked(states / HEAD))
+        vocabulary, hidden = _head_shape(checked(HEAD).file)
         method = results[0].method
         contents, kind = RunContents.from_settings(run.settings), run_kind(run.settings["kind"])
         records = [r for r in read_records(run.folder, contents, kind.parse) if method_key(r.method) == chosen]
@@ -127,10 +133,10 @@ class StoredStates:
             raise FileError(f"{str(states / TEXT)!r} has other documents or lengths than the run; {MEASURE_AGAIN}")
         files = {}
         for place, count in counts.items():
-            file = _open_checked(states / file_name(method, *place), check=False)
-            info = file.tensors.get(TENSOR)
+            file = checked(file_name(method, *place), whole=False)
+            info = file.file.tensors.get(TENSOR)
             if info is None or info.shape != (count, hidden) or info.dtype not in _FLOATS:
-                raise _damaged(file.path, f"it does not hold {count:,} states of {hidden:,} numbers")
+                raise _damaged(file.file.path, f"it does not hold {count:,} states of {hidden:,} numbers")
             files[place] = file
         finishing = Finishing(**described["finishing"])
         return cls(
@@ -164,10 +170,10 @@ class StoredStates:
         place = item, span.length
         file = self._files[place]
         if place not in self._checked:
-            _check_checksum(file)
+            file.check()
             self._checked.add(place)
         first = self._row_starts[item, span]
-        return file.read_rows(TENSOR, first + start, first + stop)
+        return file.file.read_rows(TENSOR, first + start, first + stop)
 
     def head(self, device: torch.device, head_bytes: int) -> HeadLosses:
         """Return the head of the run's model on a device.
@@ -208,11 +214,12 @@ def _description(path: Path) -> dict[str, Any]:
     _check_plain(path)
     try:
         described = parse_json_object(read_plain(path, BLOCK))
-        if type(number := described.get("format")) is int and number > FORMAT:
+        number = described["format"]
+        if type(number) is int and number > FORMAT:
             raise FileError(f"{str(path)!r} is of a later version of this package; update rope-ext-hf")
         finishing = described["finishing"]
         right = all(isinstance(described[key], str) for key in ("text", "tokens", "names"))
-        right = right and finishing.keys() == set(Finishing._fields)
+        right = right and type(number) is int and finishing.keys() == set(Finishing._fields)
         if not right or not all(value is None or type(value) in (int, float) for value in finishing.values()):
             raise ValueError("a value of another type")
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
@@ -222,9 +229,9 @@ def _description(path: Path) -> dict[str, Any]:
     return described
 
 
-def _read_plan(path: Path, run: Run[Any]) -> EvalPlan:
+def _read_plan(file: SafetensorsFile, run: Run[Any]) -> EvalPlan:
     """Return the documents and spans that a run read, from the file that holds them."""
-    file = _open_checked(path)
+    path = file.path
     names, setting = run.settings["items"], run.settings["setting"]
     lengths = {int(cell[0]) for cell in run.settings["cells"]}
     expected = {"prefix": "I64"}
@@ -275,27 +282,34 @@ def _check_plain(path: Path) -> None:
             raise FileError(f"{str(path)!r} is not a plain file; a run's folder holds plain files, so replace it")
 
 
-def _open_checked(path: Path, *, check: bool = True) -> SafetensorsFile:
-    """Open a safetensors file of stored states; `check`: compare its content with its checksum, too."""
-    _check_plain(path)
-    try:
-        file = SafetensorsFile(path)
-    except CheckpointError as error:
-        raise _damaged(path, str(error)) from error
-    if any(info.dtype not in TORCH_DTYPES for info in file.tensors.values()):
-        raise _damaged(path, "torch has no dtype for its numbers")
-    if check:
-        _check_checksum(file)
-    return file
+@dataclass(frozen=True)
+class _CheckedFile:
+    """A safetensors file of stored states, and the checksum before its first byte (see `first_checksum`)."""
 
+    file: SafetensorsFile
+    first: int
 
-def _check_checksum(file: SafetensorsFile) -> None:
-    """Raise FileError if the content of a file is not that of its checksum."""
-    checksum = 0
-    for block in _blocks(file.path, len(file.header)):
-        checksum = zlib.crc32(block, checksum)
-    if file.metadata.get(CHECKSUM) != f"{checksum:08x}":
-        raise _damaged(file.path, "its content has changed since it was written")
+    @classmethod
+    def open(cls, path: Path, first: int, *, whole: bool) -> _CheckedFile:
+        """Open a file; `whole`: compare its content with its checksum, too."""
+        _check_plain(path)
+        try:
+            checked = cls(SafetensorsFile(path), first)
+        except CheckpointError as error:
+            raise _damaged(path, str(error)) from error
+        if any(info.dtype not in TORCH_DTYPES for info in checked.file.tensors.values()):
+            raise _damaged(path, "torch has no dtype for its numbers")
+        if whole:
+            checked.check()
+        return checked
+
+    def check(self) -> None:
+        """Raise FileError if the content or the place of the file is not that of its checksum."""
+        checksum = self.first
+        for block in _blocks(self.file.path, len(self.file.header)):
+            checksum = zlib.crc32(block, checksum)
+        if self.file.metadata.get(CHECKSUM) != f"{checksum:08x}":
+            raise _damaged(self.file.path, "its content has changed since it was written, or it is another file's")
 
 
 def _blocks(path: Path, start: int) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FileError, MethodError, UnsupportedModelError
 from rope_ext_hf.eval import Perplexity, divergence, measure, perplexity
-from rope_ext_hf.eval.states_files import stored_bytes
+from rope_ext_hf.eval.states_files import FORMAT, first_checksum, stored_bytes
 from rope_ext_hf.eval.stored_states import StoredStates
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.runs.folder import read_run
@@ -242,12 +242,14 @@ def linked_folder(states: Path) -> None:
     states.symlink_to(states.parent / "elsewhere")
 
 
-def save_checked(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write tensors with a checksum that is right."""
+def save_checked(tensors: dict[str, Tensor], path: Path, number: int = FORMAT) -> None:
+    """Write tensors with a checksum that is right for this place."""
     save_file(tensors, path)
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
-    save_file(tensors, path, {"crc32": f"{zlib.crc32(content[start:]):08x}"})
+    settings = json.loads((path.parent.parent / "run.json").read_text())
+    checksum = zlib.crc32(content[start:], first_checksum(settings, path.name, number))
+    save_file(tensors, path, {"crc32": f"{checksum:08x}"})
 
 
 def other_text(states: Path) -> None:
@@ -282,7 +284,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "the description of another run": (partial(described_as, text="0"), "are those of another text than run.json's"),
     "no description": (lambda states: (states / "states.json").unlink(), "is missing"),
     "a description of nothing": (partial(described_as, finishing=[]), "does not describe stored states"),
-    "a later format": (partial(described_as, format=2), "is of a later version of this package"),
+    "a later format": (partial(described_as, format=FORMAT + 1), "is of a later version of this package"),
     "a step that is no number": (
         partial(described_as, finishing={"factor": "2", "divisor": None, "cap": None}),
         "does not describe stored states",
@@ -301,6 +303,32 @@ def test_a_folder_that_is_damaged_is_an_error_that_says_so(name: str, folder: Pa
     harm(copy / "states")
     with pytest.raises(FileError, match=message):
         divergence(build("llama", seed=1), copy)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_states_are_those_of_their_place_alone(seed: int, folder: Path, tmp_path: Path) -> None:
+    """Two files of one run, of one size, change places; or files of another model stand in their place."""
+    source = folder if seed == 0 else stored(build("llama", seed=seed), tmp_path / "other")
+    copy = shutil.copytree(folder, tmp_path / folder.name)
+    sizes: dict[int, list[Path]] = {}
+    for path in sorted((source / "states").glob("*.*.*.safetensors")):
+        sizes.setdefault(path.stat().st_size, []).append(path)
+    first, second = next(paths for paths in sizes.values() if len(paths) > 1)[:2]
+    for taken, place in ((first, second), (second, first)) if seed == 0 else ((first, first), (second, second)):
+        shutil.copy(taken, copy / "states" / place.name)
+    with pytest.raises(FileError, match="or it is another file's"):
+        divergence(build("llama"), copy)
+
+
+def test_states_of_the_first_format_are_read(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / folder.name)
+    for path in (copy / "states").glob("*.safetensors"):
+        save_checked(load_file(path), path, 1)
+    described_as(copy / "states", format=1)
+    assert divergence(build("llama"), copy)[0].kl == divergence(build("llama"), folder)[0].kl
+    damage(one_of(copy / "states", "*.0.32.*"))
+    with pytest.raises(FileError, match="its content has changed"):
+        divergence(build("llama"), copy)
 
 
 def test_a_link_in_the_place_of_states_is_not_written_through(tmp_path: Path) -> None:
