@@ -228,7 +228,7 @@ def test_the_weights_of_a_part_alone_are_its_own(tmp_path: Path) -> None:
     torch.testing.assert_close(outputs(loaded), outputs(model.model), atol=2e-4, rtol=0)
 
 
-class Wrapper(PreTrainedModel):
+class Wrapper(PreTrainedModel):  # type: ignore[misc]
     """A user's model around a decoder, and a second, unpatched one; it saves the decoder alone."""
 
     config_class = LlamaConfig
@@ -240,7 +240,7 @@ class Wrapper(PreTrainedModel):
         self.student, self.teacher = student, teacher
         self.post_init()
 
-    def save_pretrained(self, out: Any) -> None:  # type: ignore[override]
+    def save_pretrained(self, out: Any) -> None:
         self.student.save_pretrained(out / "student")
 
 
@@ -270,7 +270,7 @@ def test_a_model_of_ones_own_saves_the_model_inside_it(
 
 def test_a_model_of_ones_own_whose_config_cannot_state_the_patch_is_refused(tmp_path: Path) -> None:
     class Whole(WrapperWithOwnConfig):
-        def save_pretrained(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
             PreTrainedModel.save_pretrained(self, *args, **kwargs)
 
     model = Whole(PreTrainedConfig(), patch(build("llama"), "yarn"))
