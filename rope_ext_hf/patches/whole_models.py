@@ -5,7 +5,8 @@
 
 A patched decoder runs in any model that it stands in or is put into later, and nothing tells it about that model. What
 all ways of saving have in common is that the model collects its weights, or was put into a mode (`train`, `eval`)
-before: both reach the part, from methods of the whole that are on the stack of calls then.
+before: both reach the part, from methods of the whole that are on the stack of calls then. Weights from elsewhere that
+are saved without either (`save_pretrained(state_dict=...)`) do not reach it, and its patch is missing then.
 """
 
 from __future__ import annotations
