@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from torch import nn
 
-from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import stop_recording
 from rope_ext_hf.patches.angle_tables import fill_slot
@@ -86,14 +85,21 @@ def apply_plan(plan: PatchPlan) -> None:
         for slot in plan.slots:
             check_names(decoder_of(model, slot.parent))
     modules = [fill_slot(slot, method, state.spec.rotary, state) for slot in plan.slots]  # may still refuse a value
-    if hooks is not None:
-        _try_with_a_cache(plan, hooks)
-    _install(plan, modules, hooks)
-    if hooks is not None and issubclass(hooks, LengthHooks):
-        check_batching(model, modules)
-    hold_again(modules)
-    attach_saving(model, modules[0])
-    extend_generation(model, modules[0])
+    before, slots = present_specs(model), patched_slots(model)
+    try:
+        if hooks is not None:
+            _try_with_a_cache(plan, hooks)
+        _install(plan, modules, hooks)
+        if hooks is not None and issubclass(hooks, LengthHooks):
+            check_batching(model, modules)
+        hold_again(modules)
+        attach_saving(model, modules[0])
+        extend_generation(model, modules[0])
+    except BaseException:
+        take_off(model)
+        if before:
+            replay(model, before, slots)
+        raise
     modules[0].before_use = _before_use
     modules[0].hooks.append(modules[0].register_state_dict_pre_hook(cover_models_above))  # type: ignore[no-untyped-call]
 
@@ -119,8 +125,7 @@ def _hooks_for(spec: PatchSpec) -> type[DecoderHooks] | None:
 def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
     """Test the first patch of its kind on a class of decoders: does it compute the same with a cache as without?
 
-    Afterwards the model may lack the patch that it had, which the patch that is being applied replaces anyway. Where
-    the trial raises UnsupportedModelError, that patch is put on again.
+    Afterwards the model may lack the patch that it had, which the patch that is being applied replaces anyway.
     """
     model, spec = plan.model, plan.state.spec
     slot = next(slot for slot in plan.slots if not slot.idle)
@@ -128,7 +133,6 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
     kind = kind_of_patch(decoder, hooks, spec.method)
     if was_tried(kind):
         return
-    before, slots = present_specs(model), patched_slots(model)
     try:
         missing = missing_weights(model)
         if missing:
@@ -145,10 +149,6 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
         check_difference(model, decoder, spec.method.name, *difference)
     except NotTriedError as reason:
         plan.state.notes += (f"Generating with a cache was not checked, because {reason}.",)
-    except UnsupportedModelError:
-        if before:
-            replay(model, before, slots)
-        raise
 
 
 def _install(plan: PatchPlan, modules: Sequence[PatchedSlot], hooks: type[DecoderHooks] | None) -> None:

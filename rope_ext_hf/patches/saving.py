@@ -62,13 +62,12 @@ class _RewritingSave:
     def __call__(
         self,
         save_directory: str | Path,
-        is_main_process: bool = True,
         *args: Any,
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Save the model as transformers does, then rewrite its config; warn if plain transformers cannot load it."""
-        save = partial(type(self.model).save_pretrained, self.model, save_directory, is_main_process, *args, **kwargs)
+        """Save the model as its class does, then rewrite its config; warn if plain transformers cannot load it."""
+        save = partial(type(self.model).save_pretrained, self.model, save_directory, *args, **kwargs)
         if getattr(self.model, "_hf_peft_config_loaded", False):  # it saves its adapter alone, without a config
             save(push_to_hub=push_to_hub)
             return
@@ -80,8 +79,10 @@ class _RewritingSave:
         _record_trained_values(self.model)
         with left_out_of_log(*UNKNOWN_TYPE), _trained_left_out(self.model):
             save()
-        if is_main_process:
-            _complete(Path(save_directory), self.model)
+        is_main_process = args[0] if args else kwargs.get("is_main_process", True)
+        folder = Path(save_directory)
+        if is_main_process and (folder / "config.json").is_file():  # a class may save the models inside it alone
+            _complete(folder, self.model)
 
 
 def saves_patch(model: PreTrainedModel) -> bool:

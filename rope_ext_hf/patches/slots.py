@@ -194,7 +194,9 @@ class PatchedSlot(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "replaced":  # not there yet, as while a copy is made: looking it up below would never end
+            # `replaced` is not there yet while a copy is made: looking it up below would never end. Private attributes
+            # are notes that libraries leave on one module, such as accelerate's hooks.
+            if name == "replaced" or name.startswith("_"):
                 raise
         as_loaded = getattr(self.replaced, name)
         if name in _LENGTH_ATTRIBUTES:

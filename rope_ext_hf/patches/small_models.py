@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.family_settings import LAYER_COUNTS
@@ -104,7 +105,7 @@ def _random_model(config: Any, model_class: type[Any] | None) -> PreTrainedModel
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         torch.manual_seed(0)
         model = loader.from_config(config) if hasattr(loader, "_model_mapping") else loader._from_config(config)
-    _fill_missing(model)
+    _fill_meta(model)
     model = model.float().eval()
     # The weights of a norm begin as ones, under which a norm and a rotation could change places unnoticed.
     draws = torch.Generator().manual_seed(0)
@@ -116,18 +117,18 @@ def _random_model(config: Any, model_class: type[Any] | None) -> PreTrainedModel
     return model
 
 
-def _fill_missing(model: PreTrainedModel) -> None:
-    """Give a model the parameters that it was built without, as inside `init_empty_weights` of accelerate."""
+def _fill_meta(model: nn.Module) -> None:
+    """Give random values to the parameters of a model that have none.
+
+    Inside accelerate's `init_empty_weights` every module of the process loses the values of its parameters when they
+    are registered, so that they are put into their places directly.
+    """
     draws = torch.Generator().manual_seed(0)
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.device.type != "meta":
-                continue
-            values = torch.full(parameter.shape, 0.0 if name == "bias" else 1.0, device="cpu")
-            if parameter.ndim > 1:
-                values.normal_(std=_INITIALIZER_RANGE, generator=draws)
-            # Not by `setattr`, in whose place accelerate has put a function that drops values.
-            module._parameters[name] = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.device.type == "meta":
+                values = _INITIALIZER_RANGE * torch.randn(parameter.shape, generator=draws, device="cpu")
+                module._parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 def _number(value: dict[str, Any]) -> Any:

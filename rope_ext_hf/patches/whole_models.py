@@ -5,7 +5,8 @@
 
 A patched decoder runs in any model that it stands in or is put into later, and nothing tells it about that model. What
 all ways of saving have in common is that the model collects its weights, or was put into a mode (`train`, `eval`)
-before: both reach the part, from methods of the whole that are on the stack of calls then.
+before: both reach the part, from methods of the whole that are on the stack of calls then. Weights from elsewhere that
+are saved without either (`save_pretrained(state_dict=...)`) do not reach it, and its patch is missing then.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_SAVE = "save_pretrained"
-
 
 def cover_models_above(slot: nn.Module, *_: Any) -> None:
-    """Extend a patch to the outermost model of transformers on the stack of calls that contains its rotary module.
+    """Extend a patch to the model of transformers around its rotary module that is being saved, or put into a mode.
 
-    If that model is being saved right now, the config that it has just written is completed.
+    If it is being saved right now, the config that it has just written is completed. The class of a user may save the
+    model inside it as its own way of saving, so that the innermost model that is being saved counts. Of models that are
+    put into a mode, the outermost counts whose config can state the patch.
 
     Args:
         slot: the patched rotary module.
@@ -45,22 +46,33 @@ def cover_models_above(slot: nn.Module, *_: Any) -> None:
     Raises:
         CheckpointError: the model is being saved, and its config cannot state the patch.
     """
-    frames = list(_frames_of_models(sys._getframe(1)))
-    around = (model for _, model in reversed(frames) if any(module is slot for module in model.modules()))
-    whole = next(around, None)
-    if whole is None or saves_patch(whole):
+    around = [
+        (frame, model)
+        for frame, model in _frames_of_models(sys._getframe(1))
+        if any(module is slot for module in model.modules())
+    ]
+    saving = next((each for each in around if _saves(each[0])), None)
+    if saving is None:
+        for model in dict.fromkeys(model for _, model in reversed(around)):
+            if saves_patch(model) or not _cover(model):
+                return
+        return
+    frame, whole = saving
+    if saves_patch(whole):
         return
     reason = _cover(whole)
-    saving = next((frame for frame, model in frames if model is whole and frame.f_code.co_name == _SAVE), None)
-    if saving is None:
-        return
     if reason:
         raise CheckpointError(
             f"{type(whole).__name__} is being saved, and only a part of it is patched, which its config cannot state: "
-            f"{reason}. Unpatch the part (rope_ext_hf.unpatch), or patch the whole model"
+            f"{reason}. Save the part by itself, unpatch it (rope_ext_hf.unpatch), or patch the whole model"
         )
-    folder, is_main_process = saving.f_locals["save_directory"], saving.f_locals.get("is_main_process", True)
+    folder, is_main_process = frame.f_locals["save_directory"], frame.f_locals.get("is_main_process", True)
     finish_saving(whole, Path(folder), is_main_process=is_main_process)
+
+
+def _saves(frame: FrameType) -> bool:
+    """Return whether a frame is that of transformers' own way of saving a model."""
+    return frame.f_code.co_name == "save_pretrained" and frame.f_globals["__name__"].partition(".")[0] == "transformers"
 
 
 def _frames_of_models(frame: FrameType | None) -> Iterator[tuple[FrameType, PreTrainedModel]]:
@@ -85,8 +97,10 @@ def _cover(whole: PreTrainedModel) -> str:
     state = slots[0].state
     places = rotary_modules(whole)
     if any(slot.state is not state for slot in slots):
-        return "its parts have different patches"
-    if not places or not all(isinstance(getattr(place.parent, place.attribute), PatchedSlot) for place in places):
+        return "its parts were patched one by one"
+    if not places:
+        return "it describes none of the layers, which have a config of their own"
+    if not all(isinstance(getattr(place.parent, place.attribute), PatchedSlot) for place in places):
         return "it describes other layers, which are not patched"
     for swap in state.configs:
         swap.sync_changes_of_original()

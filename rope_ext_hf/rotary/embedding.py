@@ -150,6 +150,7 @@ class RotaryEmbedding(nn.Module):
         self.cast = cast
         self.axis_of_pair = None if axis_of_pair is None else tuple(axis_of_pair)
         self.identity = object()  # the replicas of nn.DataParallel share it, and copies do not
+        self._holds: dict[object, int] = {}  # the lengths of the `at_length` blocks under way, the outermost first
         self._fixed_by: int | None = None  # the thread inside `at_length`
 
         # `_integers` holds the frequencies for good, and `frequency` is their copy on a device, see `_place`. That copy
@@ -201,19 +202,22 @@ class RotaryEmbedding(nn.Module):
         Raises:
             LengthError: another thread is inside `at_length` of this module.
         """
-        before, holder = self.fixed_length, self._fixed_by
-        if holder not in (None, threading.get_ident()):
+        if self._fixed_by not in (None, threading.get_ident()):
             raise LengthError(
-                f"another thread holds this model at a fixed length of {before} tokens, and it cannot be held at "
-                f"{length} as well. Enter fixed_length once, around all threads that run the model"
+                f"another thread holds this model at a fixed length of {self.fixed_length} tokens, and it cannot be "
+                f"held at {length} as well. Enter fixed_length once, around all threads that run the model"
             )
+        hold = object()
+        self._holds[hold] = length
         self._set_length(length)
         self._fixed_by = threading.get_ident()
         try:
             yield
-        finally:
-            self._set_length(before)
-            self._fixed_by = holder
+        finally:  # blocks of generators may end before those inside of them
+            del self._holds[hold]
+            self._set_length(next(reversed(self._holds.values()), None))
+            if not self._holds:
+                self._fixed_by = None
 
     def continue_from(self, earlier: RotaryEmbedding) -> None:
         """Take over what an earlier module of the same method has remembered and trained.
@@ -229,7 +233,7 @@ class RotaryEmbedding(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a pickle of the module, without the fixed length of a block that it was made inside of."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._fixed_by = None
+        self._holds, self._fixed_by = {}, None
         if self.fixed_length is not None:
             self._set_length(None)
 

@@ -166,6 +166,43 @@ def test_hooks_that_make_weights_run_in_a_trial(method: str) -> None:
     assert all(layer.self_attn.k_proj.weight is not old for layer, old in zip(model.model.layers, weight, strict=True))
 
 
+@pytest.mark.parametrize("before", [None, "linear", "dca"])
+@pytest.mark.parametrize("method", KINDS)
+def test_a_patch_that_is_interrupted_leaves_the_model_as_it_was(
+    method: str, before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of the trial forwards the interrupt comes in."""
+    model, ids = build("llama"), torch.arange(3, 90)[None]
+    if before is not None:
+        rope.patch(model, before, target_length=512)
+    with torch.no_grad():
+        expected = model(ids).logits
+    layer, config = model.model.layers[1].mlp, model.config.to_dict()
+    forward, calls, interrupted = layer.forward, 0, 0
+
+    def interrupt(*args: Any) -> Any:
+        nonlocal calls, interrupted
+        calls += 1
+        if calls == interrupted + 1:
+            interrupted += 1
+            calls = -100  # not while the model is put back
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    for _ in range(20):
+        monkeypatch.setattr(continuation_probe, "_tried", set())
+        layer.forward, calls = interrupt, 0
+        try:
+            rope.patch(model, method, target_length=512)
+            break
+        except KeyboardInterrupt:
+            del layer.forward
+            assert model.config.to_dict() == config
+            with torch.no_grad():
+                assert torch.equal(model(ids).logits, expected)
+    assert interrupted > 1
+
+
 def test_the_modes_and_random_numbers_of_a_model_stay() -> None:
     model = build("llama").train()
     torch.manual_seed(0)

@@ -143,6 +143,22 @@ def test_hooks_of_accelerate_may_come_and_go(method: str, part: str) -> None:
     assert torch.equal(model(tokens(LONG)).logits, expected)
 
 
+@pytest.mark.parametrize("first", ["patch", "offload"])
+@pytest.mark.parametrize("method", METHODS)
+def test_hooks_that_offload_may_go(method: str, first: str) -> None:
+    """A rotary module that a patch has replaced keeps the hook that brings its tensors."""
+    model = build("llama")
+    if first == "offload":
+        cpu_offload(model, torch.device("cpu"))
+    rope.patch(model, method, **METHODS[method])
+    if first == "patch":
+        cpu_offload(model, torch.device("cpu"))
+    model(tokens(LONG))
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(tokens(LONG)).logits, patched(method)(tokens(LONG)).logits)
+    assert torch.equal(rope.unpatch(model)(tokens(LONG)).logits, build("llama")(tokens(LONG)).logits)
+
+
 @pytest.mark.parametrize("first", ["unwrap", "unpatch"])
 @pytest.mark.parametrize("method", ["yarn", "dynamic-ntk", "dynamic-yarn", "rerope", "jet-long"])
 def test_a_patch_of_a_prepared_model_outlives_its_mixed_precision(method: str, first: str) -> None:

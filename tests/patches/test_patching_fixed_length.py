@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -226,6 +227,19 @@ def test_a_patch_inside_is_held_to_the_end_of_the_block(inside: str, method: str
             rope.patch(model, method)
             assert torch.equal(logits(model, ids), held_at(method, 500, ids))
         assert torch.equal(logits(model, ids), held_at(method, 1000, ids))
+    assert torch.equal(logits(model, ids), logits(rope.patch(build("llama"), method), ids))
+
+
+@pytest.mark.parametrize("method", HELD)
+def test_blocks_may_end_in_any_order(method: str) -> None:
+    """Two generators that answer requests in turn end in the order in which they began."""
+    model, ids = rope.patch(build("llama"), method), tokens(100)
+    first, second = rope.fixed_length(model, 1000), rope.fixed_length(model, 500)
+    with ExitStack() as stack:
+        stack.enter_context(first)
+        second.__enter__()
+    assert torch.equal(logits(model, ids), held_at(method, 500, ids))
+    second.__exit__(None, None, None)
     assert torch.equal(logits(model, ids), logits(rope.patch(build("llama"), method), ids))
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.patches import key_layout_probe
 from tests.support.models import build, build_known, logits, rotary_of, tokens
 from tests.support.tiers import needs_family
 
@@ -65,6 +67,21 @@ def test_threads_may_share_the_first_forward_with_weights() -> None:
     with ThreadPoolExecutor(4) as pool:
         for actual in pool.map(lambda _: logits(model, ids), range(8)):
             assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn", "dca"])
+def test_a_patch_inside_init_empty_weights(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the class keeps its keys is found out there as well, although no module made there has weights."""
+    monkeypatch.setattr(key_layout_probe, "_small_layouts", key_layout_probe._small_layouts.__wrapped__)
+    stock, ids = build(name), tokens(60)
+    with init_empty_weights():
+        model = type(stock)(stock.config)
+        rope.patch(model, method)
+    model.load_state_dict(stock.state_dict(), assign=True)
+    model, expected = model.eval(), rope.patch(stock, method)
+    new: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **new), expected.generate(ids, **new))
 
 
 class OlderRotary(nn.Module):

@@ -12,7 +12,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, LengthError
@@ -219,3 +226,58 @@ def test_the_weights_of_a_part_alone_are_its_own(tmp_path: Path) -> None:
     model.model.save_pretrained(tmp_path)
     loaded = LlamaModel.from_pretrained(tmp_path)
     torch.testing.assert_close(outputs(loaded), outputs(model.model), atol=2e-4, rtol=0)
+
+
+class Wrapper(PreTrainedModel):  # type: ignore[misc]
+    """A user's model around a decoder, and a second, unpatched one; it saves the decoder alone."""
+
+    config_class = LlamaConfig
+    base_model_prefix = "student"
+    _supports_sdpa = True
+
+    def __init__(self, config: Any, student: Any = None, teacher: Any = None) -> None:
+        super().__init__(config)
+        self.student, self.teacher = student, teacher
+        self.post_init()
+
+    def save_pretrained(self, out: Any) -> None:
+        self.student.save_pretrained(out / "student")
+
+
+class WrapperWithOwnConfig(Wrapper):
+    config_class = PreTrainedConfig
+
+
+@each_method
+@pytest.mark.parametrize("teacher", [False, True])
+@pytest.mark.parametrize("wrapper", [Wrapper, WrapperWithOwnConfig])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_model_of_ones_own_saves_the_model_inside_it(
+    wrapper: type[Wrapper], teacher: bool, trained: bool, method: str, tmp_path: Path
+) -> None:
+    student = build("llama")
+    config = copy.deepcopy(student.config) if wrapper is Wrapper else PreTrainedConfig()
+    model = wrapper(config, student, build("llama") if teacher else None)
+    patch(student.model, method)
+    train(student)
+    expected = outputs(student)
+    if trained:
+        model.train()
+    model.save_pretrained(tmp_path)
+    loaded = rope.from_pretrained(tmp_path / "student", dtype=torch.float32)
+    assert torch.equal(outputs(loaded), expected)
+
+
+def test_a_model_of_ones_own_whose_config_cannot_state_the_patch_is_refused(tmp_path: Path) -> None:
+    class Whole(WrapperWithOwnConfig):
+        def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+            PreTrainedModel.save_pretrained(self, *args, **kwargs)
+
+    model = Whole(PreTrainedConfig(), patch(build("llama"), "yarn"))
+    with pytest.raises(CheckpointError, match=r"none of the layers, .* Save the part by itself"):
+        model.save_pretrained(tmp_path)
+    parts: Any = every_model.tiny("t5gemma")
+    for part in (parts.model.encoder, parts.model.decoder):
+        patch(part, "yarn")
+    with pytest.raises(CheckpointError, match="its parts were patched one by one"):
+        parts.save_pretrained(tmp_path)
