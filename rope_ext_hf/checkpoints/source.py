@@ -18,6 +18,7 @@ from rope_ext_hf.files import (
     FileStamps,
     copy_files,
     file_stamps,
+    layer_folders,
     list_files,
     mistral_format_files,
     read_json,
@@ -158,7 +159,8 @@ def copy_other_files(folder: Path, staging: Path, written: Collection[str]) -> t
     """Copy all files but weights, their indexes, and those that the conversion itself writes.
 
     Files in Mistral's own format count as weights: an index would name weights that are not copied, and some programs
-    would read params.json in place of the new config.json.
+    would read params.json in place of the new config.json. Weights of the layers that sentence-transformers puts on top
+    of a model are copied, because none of their rows rotate.
 
     Args:
         folder: the source.
@@ -168,13 +170,14 @@ def copy_other_files(folder: Path, staging: Path, written: Collection[str]) -> t
     Returns:
         The names of the weight files that were skipped.
     """
-    mistral_files = mistral_format_files(folder)
+    mistral_files, layers = mistral_format_files(folder), layer_folders(folder)
     left_out = {*written, *map(_index_name, chain(*WEIGHT_FILES))}
     names = [name for name in list_files(folder) if name not in left_out]
     skipped = [
         name
         for name in names
-        if Path(name).suffix in WEIGHT_SUFFIXES or Path(name).parts[0] == "original" or name in mistral_files
+        if (Path(name).suffix in WEIGHT_SUFFIXES or Path(name).parts[0] == "original" or name in mistral_files)
+        and layers.isdisjoint(map(str, Path(name).parents))
     ]
     copy_files(folder, [name for name in names if name not in skipped], staging)
     return tuple(skipped)
