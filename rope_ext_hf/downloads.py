@@ -24,7 +24,11 @@ from rope_ext_hf.errors import CheckpointError, did_you_mean, one_line, short
 from rope_ext_hf.files import MISTRAL_FORMAT, layer_folders, read_json
 
 WEIGHT_SUFFIXES = frozenset(
-    {".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".ot", ".nemo"}
+    f".{name}"
+    for name in (
+        *("safetensors", "bin", "pth", "pt", "ckpt", "gguf", "ggml", "h5", "msgpack", "onnx", "ot", "nemo"),
+        *("distcp", "npz", "npy", "pkl", "pickle", "tar"),
+    )
 )
 """Suffixes of files with weights, in any format."""
 WEIGHT_FILES = (("model.safetensors", "pytorch_model.bin"), ("adapter_model.safetensors", "adapter_model.bin"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -12,15 +12,12 @@ from rope_ext_hf.checkpoints.head_blocks import RowLayout, ScaleBlocks
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.checkpoints.stated_config import stated_config
 from rope_ext_hf.checkpoints.weight_files import FORMATS, TORCH_DTYPES, TensorView, WeightFile
-from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES
+from rope_ext_hf.downloads import WEIGHT_FILES
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import (
     FileStamps,
-    copy_files,
     file_stamps,
-    layer_folders,
     list_files,
-    mistral_format_files,
     read_json,
     resolve_inside,
 )
@@ -155,39 +152,9 @@ class Source:
         return layouts
 
 
-def copy_other_files(folder: Path, staging: Path, written: Collection[str]) -> tuple[str, ...]:
-    """Copy all files but weights, their indexes, and those that the conversion itself writes.
-
-    Files in Mistral's own format count as weights: an index would name weights that are not copied, and some programs
-    would read params.json in place of the new config.json. Weights of the layers that sentence-transformers puts on top
-    of a model are copied, because none of their rows rotate.
-
-    Args:
-        folder: the source.
-        staging: the new folder.
-        written: the names of files that the conversion itself writes.
-
-    Returns:
-        The names of the weight files that were skipped.
-    """
-    mistral_files, layers = mistral_format_files(folder), layer_folders(folder)
-    left_out = {*written, *map(_index_name, chain(*WEIGHT_FILES))}
-    names = [name for name in list_files(folder) if name not in left_out]
-    skipped = [
-        name
-        for name in names
-        if (Path(name).suffix in WEIGHT_SUFFIXES or Path(name).parts[0] == "original" or name in mistral_files)
-        and layers.isdisjoint(map(str, Path(name).parents))
-    ]
-    copy_files(folder, [name for name in names if name not in skipped], staging)
-    return tuple(skipped)
-
-
 def has_weights(folder: Path) -> bool:
     """Return whether a folder holds weights that transformers would load."""
-    return any(
-        (folder / candidate).exists() for name in chain(*WEIGHT_FILES) for candidate in (name, _index_name(name))
-    )
+    return any((folder / candidate).exists() for name in chain(*WEIGHT_FILES) for candidate in (name, index_name(name)))
 
 
 def safetensors_name(name: str) -> str:
@@ -227,9 +194,9 @@ def _open_files(folder: Path, inputs: FileStamps) -> tuple[dict[str, WeightFile]
         The files by name, in the order of the index; and the index without its weight map, None for a single file.
     """
     known = list(chain(*WEIGHT_FILES))
-    existing = [name for name in known if (folder / name).exists() or (folder / _index_name(name)).exists()]
+    existing = [name for name in known if (folder / name).exists() or (folder / index_name(name)).exists()]
     if not existing:
-        looked_for = ", ".join(candidate for name in known for candidate in (_index_name(name), name))
+        looked_for = ", ".join(candidate for name in known for candidate in (index_name(name), name))
         raise CheckpointError(f"{str(folder)!r} holds no weights; looked for {looked_for}")
     if len(set(map(_names_adapter, existing))) > 1:
         raise CheckpointError(f"{str(folder)!r} holds a model and an adapter; give each a folder of its own")
@@ -242,16 +209,16 @@ def _open_files(folder: Path, inputs: FileStamps) -> tuple[dict[str, WeightFile]
 
     if (folder / single).exists():  # transformers prefers it to an index
         return {single: open_file(single)}, None
-    index_name = _index_name(single)
-    inputs |= file_stamps([resolve_inside(folder, index_name)])
-    index = read_json(folder / index_name)
-    weight_map = _weight_map(index, index_name, folder)
+    index_file = index_name(single)
+    inputs |= file_stamps([resolve_inside(folder, index_file)])
+    index = read_json(folder / index_file)
+    weight_map = _weight_map(index, index_file, folder)
     files = {name: open_file(name) for name in dict.fromkeys(weight_map.values())}
-    _check_index(files, weight_map, index_name)
+    _check_index(files, weight_map, index_file)
     return files, index
 
 
-def _check_index(files: Mapping[str, WeightFile], weight_map: Mapping[str, str], index_name: str) -> None:
+def _check_index(files: Mapping[str, WeightFile], weight_map: Mapping[str, str], index_file: str) -> None:
     """Raise a CheckpointError unless every tensor is in one file, and in the file that the index names."""
     holders: dict[str, str] = {}
     for file_name, file in files.items():
@@ -261,24 +228,24 @@ def _check_index(files: Mapping[str, WeightFile], weight_map: Mapping[str, str],
             holders[tensor] = file_name
     for tensor, file_name in weight_map.items():
         if holders.get(tensor) != file_name:
-            raise CheckpointError(f"{tensor!r} is not in {file_name!r}, where {index_name!r} has it")
+            raise CheckpointError(f"{tensor!r} is not in {file_name!r}, where {index_file!r} has it")
     if extra := next((tensor for tensor in holders if tensor not in weight_map), None):
-        raise CheckpointError(f"{extra!r} in {holders[extra]!r} is not in {index_name!r}")
+        raise CheckpointError(f"{extra!r} in {holders[extra]!r} is not in {index_file!r}")
 
 
-def _index_name(name: str) -> str:
+def index_name(name: str) -> str:
     """Return the file name of the index that belongs to weight files of this name."""
     return f"{name}.index.json"
 
 
-def _weight_map(index: dict[str, Any], index_name: str, folder: Path) -> dict[str, str]:
+def _weight_map(index: dict[str, Any], index_file: str, folder: Path) -> dict[str, str]:
     """Remove the weight map, which names the file of each tensor, from an index, and return it."""
     weight_map = index.pop("weight_map", None)
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(n, str) for n in weight_map.values()):
-        raise CheckpointError(f"{index_name!r} has no weight_map from tensors to files")
+        raise CheckpointError(f"{index_file!r} has no weight_map from tensors to files")
     names = list(dict.fromkeys(weight_map.values()))
     if nested := [name for name in names if Path(name).name != name]:
-        raise CheckpointError(f"{nested[0]!r} in {index_name!r} is not a valid file name in {str(folder)!r}")
+        raise CheckpointError(f"{nested[0]!r} in {index_file!r} is not a valid file name in {str(folder)!r}")
     if len({safetensors_name(name) for name in names}) < len(names):
-        raise CheckpointError(f"two files in {index_name!r} would be written under one name: {', '.join(names)}")
+        raise CheckpointError(f"two files in {index_file!r} would be written under one name: {', '.join(names)}")
     return weight_map
