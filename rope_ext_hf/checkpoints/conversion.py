@@ -25,7 +25,7 @@ from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.other_files import copy_other_files
 from rope_ext_hf.checkpoints.query_key_weights import weights_from_source
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
-from rope_ext_hf.checkpoints.source import Source, safetensors_name
+from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.checkpoints.source_pairing import pairing_of_source
 from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores
 from rope_ext_hf.checkpoints.weight_files import (
@@ -37,6 +37,7 @@ from rope_ext_hf.checkpoints.weight_files import (
     tensor_bytes,
     write_safetensors,
 )
+from rope_ext_hf.checkpoints.weight_folders import safetensors_name
 from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import atomic_file, check_destination, copy_mode, copy_range, read_json, write_json
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.checkpoints.weight_folders import check_weights
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import (
     atomic_folder,
@@ -68,9 +69,9 @@ def save_patched_folder(
 
     Raises:
         CheckpointError: the family keeps its angles in the weights, which are only copied; or `as_code` was given for
-            a folder that needs no code, or for an adapter.
-        FileError: `out` exists or lies inside the source; a file of the source leads out of it, or changed while it was
-            copied; or the disk cannot be written. Nothing is left of `out` then.
+            a folder that needs no code, or for an adapter; or there are no weights, or a file of them is damaged.
+        FileError: `out` exists or lies inside the source; a file of the source leads out of it, is missing, or changed
+            while it was copied; or the disk cannot be written. Nothing is left of `out` then.
     """
     config = model.config.get_text_config()
     if family(config.model_type).angle_table:
@@ -82,6 +83,7 @@ def save_patched_folder(
     if as_code and is_adapter:
         raise CheckpointError("an adapter is loaded by PEFT, which runs no code of its folder; publish a whole model")
     names = _copied_files(source, is_adapter=is_adapter)
+    check_weights(source, adapter=is_adapter)
     if keep_mistral_format:
         names += [file for file in mistral_format_files(source) if file not in names]
     inputs = file_stamps([source / file for file in names])
@@ -147,8 +149,13 @@ def unlike_copies(source: Path, out: Path) -> list[str]:
 
     Both folders are read whole, which takes as long as copying. A file in which `save_patched_folder` changes a key is
     compared as JSON, without that key.
+
+    Raises:
+        CheckpointError, FileError: weights of the source are missing or damaged, as for `save_patched_folder`.
     """
-    names = _copied_files(source, is_adapter=find_adapter(source) is not None)
+    is_adapter = find_adapter(source) is not None
+    check_weights(source, adapter=is_adapter)
+    names = _copied_files(source, is_adapter=is_adapter)
     return [name for name in names if not _is_copy(source, out, name)]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from itertools import chain
 from pathlib import Path
 
-from rope_ext_hf.checkpoints.source import index_name
+from rope_ext_hf.checkpoints.weight_folders import index_name
 from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES
 from rope_ext_hf.files import copy_files, disk_errors, layer_folders, list_files, mistral_format_files
 
