@@ -175,6 +175,9 @@ class _PairingConversion(Conversion):
         notes = self.warnings
         if kept is not None:
             notes += (f"indexers stay {kept}, in which their class rotates them",)
+        if not source.is_adapter and family(source.tensors.model_type).pairing_switch is not None:
+            line = command_line("convert", "ADAPTER", "NEW", to=to, **{"from": other_pairing(to)})
+            notes += (f"an adapter that was trained before must be converted as well: {line}",)
         self.report = ConversionReport(
             path=str(dst),
             source=other_pairing(to),

@@ -69,7 +69,7 @@ class Source:
         with loading(f"the config of {str(self._config_folder)!r}"):
             stated = _stated_config(self._config_folder)
             self.config = self.class_config if stated is None else stated
-        pairing = (self.adapter and self.adapter.pairing) or getattr(self.config, PAIRING_KEY, None)
+        pairing = (self.adapter and self.adapter.stated_pairing) or getattr(self.config, PAIRING_KEY, None)
         if pairing not in (None, *PAIRINGS):
             raise CheckpointError(f"{PAIRING_KEY} in {str(folder)!r} is {pairing!r}; known: {', '.join(PAIRINGS)}")
         self.model: PreTrainedModel | None = None

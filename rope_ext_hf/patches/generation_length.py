@@ -113,7 +113,7 @@ def extend_length_files(folder: Path, state: PatchState) -> dict[str, Any]:
 def _extend_length(file: Path, key: str, state: PatchState) -> dict[str, int] | None:
     """Raise the length under a key of a JSON file, and return it before and after; None where it stays as it is."""
     settings = read_json(file) if file.is_file() else {}
-    stated = settings.get(key)
+    stated: Any = settings.get(key)
     length = _extended(stated, state)
     if length is None:
         return None

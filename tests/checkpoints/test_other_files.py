@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError
@@ -52,7 +52,7 @@ def as_pieces(tensors: Tensors, file: Path) -> None:
 
 
 CONTAINERS: dict[str, Callable[[Tensors, Path], Any]] = {
-    "pytorch_model_fsdp_0": lambda tensors, file: dcp.save({"model": tensors}, checkpoint_id=file),
+    "pytorch_model_fsdp_0": lambda tensors, file: save_distributed({"model": tensors}, checkpoint_id=file),
     "weights.npz": lambda tensors, file: np.savez(file, **numbers(tensors)),
     "q_proj.npy": lambda tensors, file: np.save(file, numbers(tensors)["model.layers.0.self_attn.q_proj.weight"]),
     "ema.pkl": lambda tensors, file: file.write_bytes(pickle.dumps(numbers(tensors))),

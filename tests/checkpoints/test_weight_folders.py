@@ -90,10 +90,20 @@ def cut(part: float) -> Callable[[Path], None]:
     return lambda file: os.truncate(file, int(part * file.stat().st_size))
 
 
+def as_link(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("blob")
+
+
+def as_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "missing": Path.unlink,
-    "a link to nothing": lambda file: (file.unlink(), file.symlink_to("blob"))[1],
-    "a folder": lambda file: (file.unlink(), file.mkdir())[1],
+    "a link to nothing": as_link,
+    "a folder": as_folder,
     "empty": cut(0),
     "half": cut(0.5),
     "nearly whole": cut(0.98),
