@@ -21,10 +21,14 @@ from typing import Any
 from huggingface_hub import HfApi, ModelInfo, constants, errors, get_session, snapshot_download, try_to_load_from_cache
 
 from rope_ext_hf.errors import CheckpointError, did_you_mean, one_line, short
-from rope_ext_hf.files import MISTRAL_FORMAT, read_json
+from rope_ext_hf.files import MISTRAL_FORMAT, layer_folders, read_json
 
 WEIGHT_SUFFIXES = frozenset(
-    {".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".ot", ".nemo"}
+    f".{name}"
+    for name in (
+        *("safetensors", "bin", "pth", "pt", "ckpt", "gguf", "ggml", "h5", "msgpack", "onnx", "ot", "nemo"),
+        *("distcp", "npz", "npy", "pkl", "pickle", "tar"),
+    )
 )
 """Suffixes of files with weights, in any format."""
 WEIGHT_FILES = (("model.safetensors", "pytorch_model.bin"), ("adapter_model.safetensors", "adapter_model.bin"))
@@ -65,6 +69,8 @@ def download(
         if weights:
             of_transformers = [file for names in WEIGHT_FILES for file in _weight_files(names, files, fetch)]
             chosen += of_transformers or _matching(own, ("consolidated.*.pth", *MISTRAL_FORMAT))
+            layers = layer_folders(fetch(["modules.json"])) if "modules.json" in files else ()
+            chosen += _matching(own, [f"{escape(layer)}/*" for layer in layers])
             chosen = list(dict.fromkeys(chosen))
         if not chosen:
             raise CheckpointError(f"{name!r} on the Hub holds no files of a model")

@@ -26,6 +26,7 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.files": "read JSON and list folders safely; write whole or not at all; turn foreign errors into ours",
     "rope_ext_hf.hub": "find, read and load configs, models and tokenizers by name",
     "rope_ext_hf.gguf_files": "open GGUF files safely, and read the rotary embedding that they state",
+    "rope_ext_hf.checkpoints.folder_copies:unlike_copies": "compare a patched copy of a folder with its source",
     "rope_ext_hf.checkpoints.reordering:reordered": "run a model with its rotated rows in the other pairing",
     # methods and parts of models
     "rope_ext_hf.methods.registry": "make a method of its name and parameters",
@@ -40,7 +41,6 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.patches.describing": "a model's method, its scalings, and what they do to short inputs",
     "rope_ext_hf.patches.engine_keys:EngineAgreement": "the answer of a check of engines, one of the plug-ins",
     "rope_ext_hf.patches.fingerprint:table_differences": "compare an engine's table of cos and sin with a saved model",
-    "rope_ext_hf.patches.folder_copies:unlike_copies": "compare a patched copy of a folder with its source",
     "rope_ext_hf.patches.gguf_models": "whether a name is that of a GGUF file, and the way out where it cannot be used",
     "rope_ext_hf.patches.model_classes:vocabulary_size": "the number of token ids that a model has an embedding for",
     "rope_ext_hf.patches.patch_records": "a patch, and its record in a config",

@@ -45,6 +45,7 @@ __all__ = [
     "free_on_disk",
     "json_digest",
     "json_text",
+    "layer_folders",
     "list_files",
     "mistral_format_files",
     "package_table",
@@ -116,6 +117,18 @@ def mistral_format_files(folder: Path) -> list[str]:
     return sorted({file.name for pattern in MISTRAL_FORMAT for file in folder.glob(pattern)})
 
 
+def layer_folders(folder: Path) -> set[str]:
+    """Return the subfolders with the layers that sentence-transformers puts on top of a model: pooling, dense, norms.
+
+    The model itself is at the top of the folder, which is why modules.json names it with an empty path.
+    """
+    modules: list[Any] = []
+    with suppress(FileError):  # missing, or another program's file of this name
+        modules = _read_json_list(folder / "modules.json")
+    paths = [module.get("path") for module in modules if isinstance(module, dict)]
+    return {str(Path(path)) for path in paths if isinstance(path, str) and Path(path).parts}
+
+
 FileStamps = dict[str, tuple[str, int, int]]
 """By the path of a file: its path after links are followed, its size in bytes, its last change in nanoseconds."""
 
@@ -152,15 +165,36 @@ def read_json(path: Path) -> dict[str, Any]:
         FileError: the file is missing, is not a regular file, is larger than the limit `json_bytes`, or does not hold
             one object without repeated keys.
     """
+    with _json_errors(path):
+        return parse_json_object(_json_bytes(path))
+
+
+def _read_json_list(path: Path) -> list[Any]:
+    """Return the JSON list in a file; the errors are those of `read_json`."""
+    with _json_errors(path):
+        value = json.loads(_json_bytes(path).decode("utf-8"))
+        if not isinstance(value, list):
+            raise ValueError("not a JSON list")
+        return value
+
+
+@contextmanager
+def _json_errors(path: Path) -> Iterator[None]:
+    """Turn the errors of reading JSON, in a `with` block, into a FileError that names the file."""
     try:
-        if path.exists() and not path.is_file():  # a device may have no end, a pipe may never begin
-            raise ValueError("it is not a regular file")
-        most = limit("json_bytes")
-        if path.stat().st_size > most:
-            raise ValueError(f"more than {most:,} bytes; {advice('json_bytes')}")
-        return parse_json_object(path.read_bytes())
+        yield
     except (OSError, ValueError, RecursionError) as error:
         raise FileError(f"{str(path)!r} cannot be read: {error}") from error
+
+
+def _json_bytes(path: Path) -> bytes:
+    """Return the content of a JSON file; raise ValueError or OSError for one that must not be read."""
+    if path.exists() and not path.is_file():  # a device may have no end, a pipe may never begin
+        raise ValueError("it is not a regular file")
+    most = limit("json_bytes")
+    if path.stat().st_size > most:
+        raise ValueError(f"more than {most:,} bytes; {advice('json_bytes')}")
+    return path.read_bytes()
 
 
 def parse_json_object(data: bytes) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from rope_ext_hf.downloads import download, hub_answers
 from rope_ext_hf.errors import CheckpointError, MethodError, entry, one_line, short
 from rope_ext_hf.files import disk_folder, foreign_errors, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
-from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
+from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, Adapter, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
 from rope_ext_hf.patches.geometry import check_pairing
@@ -213,10 +213,17 @@ def read_config(
     Raises:
         CheckpointError: there is no such model, or its config cannot be loaded.
     """
+    config, record, _ = _find_config(name, revision, trust_remote_code=trust_remote_code)
+    return config, record
+
+
+def _find_config(
+    name: str | Path, revision: str | None, *, trust_remote_code: bool
+) -> tuple[Any, dict[str, Any] | None, Adapter | None]:
+    """Return what `read_config` does, and the adapter if `name` is one."""
     source, arguments = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code)
     with loading(f"the config of {short(str(name))!r}"):
-        config, record, _ = find_config(source, trust_remote_code=trust_remote_code, **arguments)
-    return config, record
+        return find_config(source, trust_remote_code=trust_remote_code, **arguments)
 
 
 def load_empty(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -225,10 +232,12 @@ def load_empty(name: str | Path, *, revision: str | None = None, trust_remote_co
     For an adapter it is its base model, patched as the adapter's folder records. The arguments and the errors are those
     of `read_config`.
     """
-    config, record = read_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    config, record, adapter = _find_config(name, revision, trust_remote_code=trust_remote_code)
     with loading(f"the model {short(str(name))!r}"):
         model = empty_model(config, trust_remote_code=trust_remote_code)
         check_pairing(model)
+        if adapter is not None:
+            adapter.check_pairing(model)
         return model if record is None else restore_patch(model, record)
 
 

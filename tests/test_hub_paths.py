@@ -49,9 +49,9 @@ class Hub:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The bundled model: as it is, in shards, patched in transformers' form and without one, with legacy weights."""
+    """The bundled model: in shards, patched in transformers' form and without it, with legacy weights, with layers."""
     root = tmp_path_factory.mktemp("folders")
-    folders = {name: root / name for name in ("plain", "sharded", "native", "restored", "legacy")}
+    folders = {name: root / name for name in ("plain", "sharded", "native", "restored", "legacy", "embedding")}
     for folder in folders.values():
         shutil.copytree(path(), folder, ignore=shutil.ignore_patterns("__*", "*.png"))
 
@@ -64,6 +64,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     rope.patch(model(), "yarn", factor=4).save_pretrained(folders["native"])
     rope.patch(model(), "dca", target_length=1024).save_pretrained(folders["restored"])
     torch.save(model().state_dict(), folders["legacy"] / "pytorch_model.bin")
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    modules += [{"idx": 1, "name": "1", "path": "1_Dense", "type": "sentence_transformers.models.Dense"}]
+    (folders["embedding"] / "modules.json").write_text(json.dumps(modules))
+    (folders["embedding"] / "1_Dense").mkdir()
+    (folders["embedding"] / "1_Dense" / "config.json").write_text('{"in_features": 256, "out_features": 16}')
+    (folders["embedding"] / "1_Dense" / WEIGHTS).write_bytes(save({"linear.weight": torch.ones(16, 256)}))
     return folders
 
 
@@ -100,7 +106,7 @@ def test_a_model_by_hub_id_is_the_model_in_its_folder(name: str, hub: Hub) -> No
     assert (by_id.code, by_id.out, by_id.err) == (0, by_folder.out, ""), by_id
 
 
-@pytest.mark.parametrize("name", ["plain", "sharded", "legacy"])
+@pytest.mark.parametrize("name", ["plain", "sharded", "legacy", "embedding"])
 def test_patching_and_converting_by_hub_id(name: str, hub: Hub, tmp_path: Path) -> None:
     for source, out in ((f"some/{name}", "by-id"), (str(hub.folders[name]), "by-folder")):
         code = hub.run("patch", source, "--method", "yarn", "--factor", "4", "--out", str(tmp_path / f"{out}-patched"))
@@ -113,6 +119,7 @@ def test_patching_and_converting_by_hub_id(name: str, hub: Hub, tmp_path: Path) 
     (tmp_path / "by-id-patched" / "README.md").write_text(cards[1])
     for step in ("patched", "converted"):
         assert content(tmp_path / f"by-id-{step}") == content(tmp_path / f"by-folder-{step}")
+        assert (tmp_path / f"by-id-{step}" / "1_Dense" / WEIGHTS).is_file() == (name == "embedding")
 
 
 def test_detecting_by_hub_id(hub: Hub) -> None:

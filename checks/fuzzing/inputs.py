@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import rope_ext_hf as rope
+from rope_ext_hf.checkpoints.folder_copies import save_patched_folder
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.cli.console import quiet_transformers
-from rope_ext_hf.patches.folder_copies import save_patched_folder
 from rope_ext_hf.reference import path as reference_folder
 from tests.support.models import build, own_config
 

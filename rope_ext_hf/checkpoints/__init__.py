@@ -1,1 +1,1 @@
-"""Checkpoints on disk: finding the rows that rotate, and converting, verifying and detecting their pairing."""
+"""Checkpoints on disk: finding the rows that rotate, converting and detecting their pairing, and patched copies."""

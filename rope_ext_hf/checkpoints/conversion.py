@@ -22,9 +22,10 @@ from rope_ext_hf.checkpoints.detection import detect_in_consumers
 from rope_ext_hf.checkpoints.gguf_import import GGUFImport
 from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport
 from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.other_files import copy_other_files
 from rope_ext_hf.checkpoints.query_key_weights import weights_from_source
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
-from rope_ext_hf.checkpoints.source import Source, copy_other_files, safetensors_name
+from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.checkpoints.source_pairing import pairing_of_source
 from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores
 from rope_ext_hf.checkpoints.weight_files import (
@@ -36,6 +37,7 @@ from rope_ext_hf.checkpoints.weight_files import (
     tensor_bytes,
     write_safetensors,
 )
+from rope_ext_hf.checkpoints.weight_folders import safetensors_name
 from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import atomic_file, check_destination, copy_mode, copy_range, read_json, write_json
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
@@ -71,7 +73,8 @@ def convert_checkpoint(
     Args:
         src: a folder or Hub id with safetensors or .bin files, sharded or not; a model or an adapter (LoRA, DoRA); a
             Llama in Meta's format (params.json); or a GGUF file.
-        dst: the new folder. All other files of the source are copied, except for weights in further formats.
+        dst: the new folder. All other files of the source are copied, except for those that hold or may hold
+            weights as well, which the report names.
         to: "half", "interleaved", or "meta" for a Llama in Meta's format.
         source_pairing: the pairing of the weights now; default: the config's `rope_pairing`, else the one that the
             family's transformers class runs, unless the weights themselves contradict it (see `detect_pairing`).
@@ -172,6 +175,9 @@ class _PairingConversion(Conversion):
         notes = self.warnings
         if kept is not None:
             notes += (f"indexers stay {kept}, in which their class rotates them",)
+        if not source.is_adapter and family(source.tensors.model_type).pairing_switch is not None:
+            line = command_line("convert", "ADAPTER", "NEW", to=to, **{"from": other_pairing(to)})
+            notes += (f"an adapter that was trained before must be converted as well: {line}",)
         self.report = ConversionReport(
             path=str(dst),
             source=other_pairing(to),

@@ -17,6 +17,7 @@ from rope_ext_hf.checkpoints.query_key_weights import weights_from_model
 from rope_ext_hf.checkpoints.reordering import reorder
 from rope_ext_hf.checkpoints.source_pairing import settle_pairing
 from rope_ext_hf.errors import CheckpointError, MethodError
+from rope_ext_hf.patches.adapters import keep_pairing, modules_with_adapters
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.family_settings import class_pairing, set_pairing_switch
 from rope_ext_hf.patches.patching import patched_method
@@ -62,6 +63,8 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
     reorder(model, weights.tensors, to)
     set_pairing_switch(config, to)
     setattr(config, PAIRING_KEY, to)
+    for module in {model, *modules_with_adapters(model)}:
+        keep_pairing(module)
     runs = class_pairing(config) or weights.tensors.pairing
     if runs is not None and runs != to:
         warnings.warn(

@@ -28,9 +28,10 @@ from rope_ext_hf.checkpoints.meta_params import (
     Weight,
 )
 from rope_ext_hf.checkpoints.meta_source import MetaSource, part_name
+from rope_ext_hf.checkpoints.other_files import copy_other_files
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
-from rope_ext_hf.checkpoints.source import Source, copy_other_files
+from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.checkpoints.torch_files import open_writer
 from rope_ext_hf.checkpoints.verification import compare_views
 from rope_ext_hf.checkpoints.weight_files import (

@@ -21,7 +21,7 @@ from rope_ext_hf.checkpoints.meta_params import (
     Weight,
     read_params,
 )
-from rope_ext_hf.checkpoints.source import Source, has_weights
+from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.checkpoints.weight_files import (
     TORCH_DTYPES,
     SafetensorsFile,
@@ -29,6 +29,7 @@ from rope_ext_hf.checkpoints.weight_files import (
     TensorView,
     TorchFile,
 )
+from rope_ext_hf.checkpoints.weight_folders import has_weights
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import file_stamps, list_files, resolve_inside
 from rope_ext_hf.hub import model_folder

@@ -27,7 +27,7 @@ class ConversionReport(Report):
         loads_natively: whether the family's transformers class runs the new pairing.
         source_pairing: a text with the pairing that the source was taken to have, who states it, and what the weights
             show.
-        skipped_files: files of the source that were not copied, because they hold weights in another format.
+        skipped_files: files of the source that were not copied, because they hold or may hold weights.
         verified: a sentence that says what `verify` compared; None: nothing was compared.
         notes: further remarks for users of the new folder.
     """
@@ -52,7 +52,8 @@ class ConversionReport(Report):
             f"{self.path}: {self.source} -> {self.to}",
             f"  tensors          {done}; {size_text(self.bytes)} written",
         ]
-        skipped = f"{', '.join(self.skipped_files)}: weights in another format" if self.skipped_files else ""
+        skipped = ", ".join(self.skipped_files)
+        skipped += ": they hold or may hold weights, which are not converted" if skipped else ""
         rows = [("source", self.source_pairing), ("verified", self.verified), ("not copied", skipped)]
         rows += [("note", note) for note in self.notes]
         lines += [wrapped(text, f"  {name:<17}") for name, text in rows if text]

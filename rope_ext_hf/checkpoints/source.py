@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.checkpoints.head_blocks import RowLayout, ScaleBlocks
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.checkpoints.stated_config import stated_config
-from rope_ext_hf.checkpoints.weight_files import FORMATS, TORCH_DTYPES, TensorView, WeightFile
-from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES
+from rope_ext_hf.checkpoints.weight_files import TORCH_DTYPES, TensorView
+from rope_ext_hf.checkpoints.weight_folders import is_adapter_file, open_weights
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import (
     FileStamps,
-    copy_files,
     file_stamps,
     list_files,
-    mistral_format_files,
-    read_json,
     resolve_inside,
 )
 from rope_ext_hf.hub import loading, model_folder
@@ -63,10 +58,10 @@ class Source:
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
         self.folder = folder
         self.inputs: FileStamps = {}
-        self.files, self.index = _open_files(folder, self.inputs)
+        self.files, self.index = open_weights(folder, self.inputs)
         # Refuses links that lead out of the folder. After the weights, because of any large folder that holds none.
         list_files(folder)
-        self.is_adapter = _names_adapter(next(iter(self.files)))
+        self.is_adapter = is_adapter_file(next(iter(self.files)))
         self.inputs |= file_stamps([resolve_inside(folder, ADAPTER_CONFIG if self.is_adapter else "config.json")])
         self.adapter = find_adapter(folder) if self.is_adapter else None
         self._config_folder = _config_folder(folder, self.adapter)
@@ -74,7 +69,7 @@ class Source:
         with loading(f"the config of {str(self._config_folder)!r}"):
             stated = _stated_config(self._config_folder)
             self.config = self.class_config if stated is None else stated
-        pairing = (self.adapter and self.adapter.pairing) or getattr(self.config, PAIRING_KEY, None)
+        pairing = (self.adapter and self.adapter.stated_pairing) or getattr(self.config, PAIRING_KEY, None)
         if pairing not in (None, *PAIRINGS):
             raise CheckpointError(f"{PAIRING_KEY} in {str(folder)!r} is {pairing!r}; known: {', '.join(PAIRINGS)}")
         self.model: PreTrainedModel | None = None
@@ -154,53 +149,6 @@ class Source:
         return layouts
 
 
-def copy_other_files(folder: Path, staging: Path, written: Collection[str]) -> tuple[str, ...]:
-    """Copy all files but weights, their indexes, and those that the conversion itself writes.
-
-    Files in Mistral's own format count as weights: an index would name weights that are not copied, and some programs
-    would read params.json in place of the new config.json.
-
-    Args:
-        folder: the source.
-        staging: the new folder.
-        written: the names of files that the conversion itself writes.
-
-    Returns:
-        The names of the weight files that were skipped.
-    """
-    mistral_files = mistral_format_files(folder)
-    left_out = {*written, *map(_index_name, chain(*WEIGHT_FILES))}
-    names = [name for name in list_files(folder) if name not in left_out]
-    skipped = [
-        name
-        for name in names
-        if Path(name).suffix in WEIGHT_SUFFIXES or Path(name).parts[0] == "original" or name in mistral_files
-    ]
-    copy_files(folder, [name for name in names if name not in skipped], staging)
-    return tuple(skipped)
-
-
-def has_weights(folder: Path) -> bool:
-    """Return whether a folder holds weights that transformers would load."""
-    return any(
-        (folder / candidate).exists() for name in chain(*WEIGHT_FILES) for candidate in (name, _index_name(name))
-    )
-
-
-def safetensors_name(name: str) -> str:
-    """Return the name that a weight file gets as safetensors.
-
-    pytorch_model-00001-of-00002.bin becomes model-00001-of-00002.safetensors.
-    """
-    path = Path(name)
-    return name if path.suffix == ".safetensors" else f"{path.stem.replace('pytorch_model', 'model', 1)}.safetensors"
-
-
-def _names_adapter(file: str) -> bool:
-    """Return whether a weight file belongs to an adapter, judged by its name."""
-    return file.startswith("adapter_model")
-
-
 def _config_folder(folder: Path, adapter: Adapter | None) -> Path:
     """Return the folder with the config of the model, or of the model that an adapter was trained on."""
     if adapter is None or (folder / "config.json").is_file():
@@ -215,67 +163,3 @@ def _stated_config(folder: Path) -> Any | None:
     values, _ = PreTrainedConfig.get_config_dict(folder)
     check_stated(values)
     return stated_config(values)
-
-
-def _open_files(folder: Path, inputs: FileStamps) -> tuple[dict[str, WeightFile], dict[str, Any] | None]:
-    """Open the weight files that transformers would load, and add their stamps to `inputs`.
-
-    Returns:
-        The files by name, in the order of the index; and the index without its weight map, None for a single file.
-    """
-    known = list(chain(*WEIGHT_FILES))
-    existing = [name for name in known if (folder / name).exists() or (folder / _index_name(name)).exists()]
-    if not existing:
-        looked_for = ", ".join(candidate for name in known for candidate in (_index_name(name), name))
-        raise CheckpointError(f"{str(folder)!r} holds no weights; looked for {looked_for}")
-    if len(set(map(_names_adapter, existing))) > 1:
-        raise CheckpointError(f"{str(folder)!r} holds a model and an adapter; give each a folder of its own")
-    single = existing[0]
-
-    def open_file(name: str) -> WeightFile:
-        path = resolve_inside(folder, name)
-        inputs.update(file_stamps([path]))
-        return FORMATS[Path(single).suffix](path)
-
-    if (folder / single).exists():  # transformers prefers it to an index
-        return {single: open_file(single)}, None
-    index_name = _index_name(single)
-    inputs |= file_stamps([resolve_inside(folder, index_name)])
-    index = read_json(folder / index_name)
-    weight_map = _weight_map(index, index_name, folder)
-    files = {name: open_file(name) for name in dict.fromkeys(weight_map.values())}
-    _check_index(files, weight_map, index_name)
-    return files, index
-
-
-def _check_index(files: Mapping[str, WeightFile], weight_map: Mapping[str, str], index_name: str) -> None:
-    """Raise a CheckpointError unless every tensor is in one file, and in the file that the index names."""
-    holders: dict[str, str] = {}
-    for file_name, file in files.items():
-        for tensor in file.tensors:
-            if tensor in holders:
-                raise CheckpointError(f"{tensor!r} is in {holders[tensor]!r} and in {file_name!r}")
-            holders[tensor] = file_name
-    for tensor, file_name in weight_map.items():
-        if holders.get(tensor) != file_name:
-            raise CheckpointError(f"{tensor!r} is not in {file_name!r}, where {index_name!r} has it")
-    if extra := next((tensor for tensor in holders if tensor not in weight_map), None):
-        raise CheckpointError(f"{extra!r} in {holders[extra]!r} is not in {index_name!r}")
-
-
-def _index_name(name: str) -> str:
-    """Return the file name of the index that belongs to weight files of this name."""
-    return f"{name}.index.json"
-
-
-def _weight_map(index: dict[str, Any], index_name: str, folder: Path) -> dict[str, str]:
-    """Remove the weight map, which names the file of each tensor, from an index, and return it."""
-    weight_map = index.pop("weight_map", None)
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(n, str) for n in weight_map.values()):
-        raise CheckpointError(f"{index_name!r} has no weight_map from tensors to files")
-    names = list(dict.fromkeys(weight_map.values()))
-    if nested := [name for name in names if Path(name).name != name]:
-        raise CheckpointError(f"{nested[0]!r} in {index_name!r} is not a valid file name in {str(folder)!r}")
-    if len({safetensors_name(name) for name in names}) < len(names):
-        raise CheckpointError(f"two files in {index_name!r} would be written under one name: {', '.join(names)}")
-    return weight_map

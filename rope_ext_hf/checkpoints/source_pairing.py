@@ -166,6 +166,8 @@ def pairing_of_source(
     else:
         configured = source.pairing or ("half" if to == "meta" else None)
         by = "the config or the model family"
+    if isinstance(source, Source) and source.adapter is not None and stated is None:
+        source.adapter.check_stated(source.config)
     into_other = isinstance(source, Source) and to != "meta"
     if force and into_other and (stated or configured) == to:
         stated = other_pairing(to)
@@ -211,6 +213,8 @@ def _detect(source: Source | MetaSource) -> PairingReport:
     if isinstance(source, MetaSource) or source.adapter is None:
         return detect_in_weights(weights_from_source(source, path))
     base = source.adapter.base
+    if source.adapter.lacks_pairing(source.config):
+        return PairingReport(path, reason="it is an adapter that states no pairing, and its model was converted")
     if source.adapter.pairing is not None:  # the adapter was converted, and the model that it names perhaps not
         return PairingReport(path, reason="it is an adapter, which was converted apart from its model")
     if Path(base).is_dir():

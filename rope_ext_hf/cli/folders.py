@@ -47,9 +47,9 @@ def write_patched(
 
     The model card in it shows the results of `runs`. The other arguments are those of the command `patch`.
     """
+    from rope_ext_hf.checkpoints.folder_copies import save_patched_folder
     from rope_ext_hf.files import foreign_errors, mistral_format_files
     from rope_ext_hf.hub import folder_and_hub_id
-    from rope_ext_hf.patches.folder_copies import save_patched_folder
     from rope_ext_hf.patches.patch_records import replaced_note
     from rope_ext_hf.patches.slots import present_specs
     from rope_ext_hf.runs.chosen_methods import apply_choice

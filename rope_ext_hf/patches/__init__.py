@@ -49,7 +49,6 @@ Hook the forward (length-dependent and remapping methods; docs/internals.md show
 Save
     saving: what `save_pretrained` of a patched model writes beside transformers' own files.
     whole_models: extend the patch of a part to the model around it, before that is saved.
-    folder_copies: patched copies of folders, without reading weights.
     patch_records: the record of a patch in a config.
     engine_keys: keys of the saved config for other programs.
     loading_code: code in a folder by which plain transformers loads it.

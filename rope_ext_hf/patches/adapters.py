@@ -25,9 +25,10 @@ from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, fingerprint_record
 from rope_ext_hf.patches.patch_records import PATCH_KEY, checked_specs
-from rope_ext_hf.patches.row_probe import pairing_of
+from rope_ext_hf.patches.row_probe import pairing_of, published_pairing
 from rope_ext_hf.patches.slots import patch_state
 from rope_ext_hf.questions import command_line
+from rope_ext_hf.rotary.pairing import PAIRINGS, other_pairing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,9 +59,9 @@ mostly one for language modelling; a task that is missing here is loaded with th
 # --- saving --------------------------------------------------------------------------------------------------------
 
 
-def _to_dict(settings: Any, record: dict[str, Any]) -> dict[str, Any]:
-    """Return an adapter's settings as PEFT saves them, plus the record of a patch; this replaces their `to_dict`."""
-    return with_record(type(settings).to_dict(settings), record)
+def _to_dict(settings: Any, additions: dict[str, Any]) -> dict[str, Any]:
+    """Return an adapter's settings as PEFT saves them, plus `additions`; this replaces their `to_dict`."""
+    return {**type(settings).to_dict(settings), **additions}
 
 
 def with_record(settings: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +70,12 @@ def with_record(settings: Mapping[str, Any], record: Mapping[str, Any]) -> dict[
     `record`: the record in the config of the patched base model.
     """
     kept = {key: value for key, value in settings.items() if not _is_record(key)}
-    return kept | {ADAPTER_KEY: {key: copy.deepcopy(record[key]) for key in _RECORDED_KEYS if key in record}}
+    return kept | _as_saved(record)
+
+
+def _as_saved(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of adapter_config.json that holds the record of a patch."""
+    return {ADAPTER_KEY: {key: copy.deepcopy(record[key]) for key in _RECORDED_KEYS if key in record}}
 
 
 def _is_record(key: str) -> bool:
@@ -78,13 +84,30 @@ def _is_record(key: str) -> bool:
 
 
 def record_patch(model: nn.Module) -> None:
-    """Make PEFT save a record of a model's patch with the model's adapters from now on; do nothing without a patch."""
-    state = patch_state(model)
-    if state is None:
+    """Make PEFT save a model's patch and the pairing of its converted weights with the model's adapters from now on.
+
+    Nothing changes for a model that is neither patched nor converted.
+    """
+    state, pairing = patch_state(model), getattr(getattr(model, "config", None), PAIRING_KEY, None)
+    additions = {} if pairing is None else {PAIRING_KEY: pairing}
+    if state is not None:
+        additions |= _as_saved(state.record | fingerprint_record(model))
+    if not additions:
         return
-    record = state.record | fingerprint_record(model)
     for settings in getattr(model, "peft_config", {}).values():
-        settings.__dict__["to_dict"] = partial(_to_dict, settings, record)
+        settings.__dict__["to_dict"] = partial(_to_dict, settings, additions)
+
+
+def record_before_saving(module: nn.Module, *_: Any) -> None:
+    """Call `record_patch`; a hook before the `state_dict` of a model, which PEFT takes first when it saves adapters."""
+    if isinstance(getattr(module, "peft_config", None), dict):
+        record_patch(module)
+
+
+def keep_pairing(model: nn.Module) -> None:
+    """Make PEFT save the pairing of a model's converted weights with the adapters that the model gets later."""
+    if getattr(getattr(model, "config", None), PAIRING_KEY, None) is not None:
+        model.register_state_dict_pre_hook(record_before_saving)  # type: ignore[no-untyped-call]
 
 
 def stop_recording(model: nn.Module) -> None:
@@ -151,6 +174,49 @@ class Adapter:
             name = str(mapping.get("base_model_class"))
         return name if name is not None and hasattr(transformers, name) else None
 
+    @property
+    def stated_pairing(self) -> str | None:
+        """The pairing of the dims in its weights, stated by a conversion or by the record of a patch; else None."""
+        fingerprint = (self.record or {}).get(FINGERPRINT_KEY)
+        recorded = fingerprint.get("pairing") if isinstance(fingerprint, Mapping) else None
+        return self.pairing or (recorded if isinstance(recorded, str) else None)
+
+    def lacks_pairing(self, config: Any) -> bool:
+        """Return whether it is unknown if the adapter was trained before or after its base model was converted.
+
+        `config`: the config of the base model.
+        """
+        converted = getattr(config, PAIRING_KEY, None)
+        return converted in PAIRINGS and self.stated_pairing is None and converted != published_pairing(config)
+
+    def check_stated(self, config: Any) -> None:
+        """Raise CheckpointError if the pairing of its weights is unknown; see `lacks_pairing`."""
+        if not self.lacks_pairing(config):
+            return
+        pairing: str = getattr(config, PAIRING_KEY)
+        command = command_line("convert", short(self.path), "NEW", to=pairing, **{"from": other_pairing(pairing)})
+        raise CheckpointError(
+            f"the adapter {short(self.path)!r} does not state the pairing of its weights, and its base model "
+            f"{short(self.base)!r} was converted to the {pairing} pairing. If the adapter was trained before that, "
+            f'convert it too: `{command}`; if after, write "{PAIRING_KEY}": "{pairing}" into its {ADAPTER_CONFIG}'
+        )
+
+    def check_pairing(self, base: PreTrainedModel) -> None:
+        """Raise CheckpointError unless the adapter and its base model pair the dims of a head alike.
+
+        Without a statement in the adapter, the pairing is that in which models of the family are published.
+        """
+        self.check_stated(base.config)
+        if self.pairing is None:  # the record of a patch is compared when the patch is restored
+            return
+        pairing = getattr(base.config, PAIRING_KEY, None) or pairing_of(base)
+        if pairing not in (None, self.pairing):
+            raise CheckpointError(
+                f"the adapter {short(self.path)!r} is in the {self.pairing} pairing, its base model "
+                f"{short(self.base)!r} in the {pairing} pairing; convert one of them, for example the adapter: "
+                f"{command_line('convert', short(self.path), 'NEW', to=pairing)}"
+            )
+
     def load_onto(self, base: PreTrainedModel, **arguments: Any) -> Any:
         """Load the weights onto the base model, and return a `peft.PeftModel` with the adapter's name.
 
@@ -162,15 +228,7 @@ class Adapter:
             CheckpointError: the adapter and the base model pair the dims of a head differently, PEFT is missing, or it
                 does not know this type of adapter.
         """
-        pairing = getattr(base.config, PAIRING_KEY, None)
-        if pairing is None and self.pairing is not None:
-            pairing = pairing_of(base)
-        if pairing not in (None, self.pairing) and self.pairing is not None:
-            raise CheckpointError(
-                f"the adapter {short(self.path)!r} is in the {self.pairing} pairing, its base model "
-                f"{short(self.base)!r} in the {pairing} pairing; convert one of them, for example the adapter: "
-                f"{command_line('convert', short(self.path), 'NEW', to=pairing)}"
-            )
+        self.check_pairing(base)
         try:
             from peft import PeftConfig, PeftModel
             from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING

@@ -19,6 +19,8 @@ from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
 from rope_ext_hf.patches.slots import PatchedSlot
 
 GENERATION_CONFIG = "generation_config.json"
+EMBEDDING_CONFIG = "sentence_bert_config.json"
+"""The file in which sentence-transformers keeps the settings of a transformers model, of any family."""
 _KEY = "generation_max_length"
 """The key in the record of a patch that holds `max_length` as it was before, and as the patch wrote it."""
 
@@ -98,13 +100,22 @@ def restore_generation_length(model: Any, record: Mapping[str, Any]) -> None:
         config.max_length = before
 
 
-def extend_generation_file(folder: Path, state: PatchState) -> dict[str, Any]:
-    """Write the extended length into a folder's generation_config.json; return what to add to the patch's record."""
-    file = folder / GENERATION_CONFIG
+def extend_length_files(folder: Path, state: PatchState) -> dict[str, Any]:
+    """Write the extended length into the files of a folder that state a length beside its config.
+
+    Those are the settings of `generate` and of sentence-transformers. Return what to add to the record of the patch.
+    """
+    _extend_length(folder / EMBEDDING_CONFIG, "max_seq_length", state)
+    lengths = _extend_length(folder / GENERATION_CONFIG, "max_length", state)
+    return {} if lengths is None else {_KEY: lengths}
+
+
+def _extend_length(file: Path, key: str, state: PatchState) -> dict[str, int] | None:
+    """Raise the length under a key of a JSON file, and return it before and after; None where it stays as it is."""
     settings = read_json(file) if file.is_file() else {}
-    stated = settings.get("max_length")
+    stated: Any = settings.get(key)
     length = _extended(stated, state)
     if length is None:
-        return {}
-    write_json(file, settings | {"max_length": length})
-    return {_KEY: {"before": stated, "written": length}}
+        return None
+    write_json(file, settings | {key: length})
+    return {"before": stated, "written": length}

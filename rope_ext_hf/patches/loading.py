@@ -15,7 +15,7 @@ from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelErr
 from rope_ext_hf.files import check_regular
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
-from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
+from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base, keep_pairing
 from rope_ext_hf.patches.angle_tables import restore_table
 from rope_ext_hf.patches.applying import patch_as_planned, replay
 from rope_ext_hf.patches.config_keys import own_keys
@@ -338,6 +338,7 @@ def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: d
             f"{len(names)} tensors of {type(model).__name__} are missing in {str(path)!r}, the first of them "
             f"{names[0]!r}; its weights are incomplete, or its config describes another model"
         )
+    keep_pairing(model)
     return cast("PreTrainedModel", model)
 
 

@@ -100,6 +100,15 @@ def run_pairing(config: Any, model_class: type[Any] | None = None) -> str | None
         return None
 
 
+def published_pairing(config: Any) -> str | None:
+    """Return the pairing in which the weights of a family are published, "half" or "interleaved"; None: unknown.
+
+    It is the one that the class runs, unless the config has a switch: then it is the one of the switch's default.
+    """
+    text = config.get_text_config()
+    return run_pairing(text) if family(text.model_type).pairing_switch is None else "interleaved"
+
+
 def pairing_of(model: Any, config: Any | None = None) -> str | None:
     """Return which dims the class of a model rotates together, see `run_pairing`.
 

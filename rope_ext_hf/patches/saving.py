@@ -15,7 +15,7 @@ from torch import nn
 
 from rope_ext_hf.errors import CheckpointError, warn_caller
 from rope_ext_hf.foreign_logs import left_out_of_log
-from rope_ext_hf.patches.adapters import modules_with_adapters, record_patch
+from rope_ext_hf.patches.adapters import modules_with_adapters, record_before_saving
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
@@ -158,7 +158,7 @@ def _before_state_dict(module: nn.Module, *_: Any) -> None:
     """Record the patch in the settings of a module's adapters, which are about to be saved."""
     if isinstance(getattr(module, "peft_config", None), dict):
         _record_trained_values(module)
-        record_patch(module)
+    record_before_saving(module)
 
 
 def engine_agreement(state: PatchState, saved: dict[str, Any] | None = None) -> EngineAgreement:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import RoFormerConfig, RoFormerForCausalLM, RoFormerForMaskedLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.patches.folder_copies import save_patched_folder
+from rope_ext_hf.checkpoints.folder_copies import save_patched_folder
 from tests.support.models import TRAINED, VOCABULARY, static_cases, tokens
 
 CASES = static_cases("llama")  # of heads of 16 dims, as here

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import rope_ext_hf as rope
+from rope_ext_hf.checkpoints.folder_copies import save_patched_folder
 from rope_ext_hf.hub import load_empty
-from rope_ext_hf.patches.folder_copies import save_patched_folder
 from tests.support.models import TRAINED, build, tokens
 
 EXTENDED = 4 * TRAINED

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rope_ext_hf.checkpoints.folder_copies import unlike_copies
 from rope_ext_hf.errors import MethodError, ServingError, short
 from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.method_choice import LayerChoice
-from rope_ext_hf.patches.folder_copies import unlike_copies
 from rope_ext_hf.patches.gguf_models import is_gguf, way_out
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.runs.labels import method_key

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import rope_ext_hf as rope
+from rope_ext_hf.checkpoints.folder_copies import save_patched_folder
 from rope_ext_hf.hub import load_empty
-from rope_ext_hf.patches.folder_copies import save_patched_folder
 from tests.support.models import build
 
 

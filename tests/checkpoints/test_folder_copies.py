@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 import rope_ext_hf as rope
+from rope_ext_hf.checkpoints.folder_copies import save_patched_folder
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.hub import load_empty, load_tokenizer
-from rope_ext_hf.patches.folder_copies import save_patched_folder
 from tests.support.models import build
 
 
@@ -74,7 +74,7 @@ def test_a_folder_that_exists_is_left_alone(source: Path, tmp_path: Path) -> Non
 def test_a_source_that_changes_while_it_is_copied_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rope_ext_hf.patches import folder_copies
+    from rope_ext_hf.checkpoints import folder_copies
 
     copy = folder_copies.copy_files  # type: ignore[attr-defined]
 

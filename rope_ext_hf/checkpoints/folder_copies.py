@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.checkpoints.weight_folders import check_weights
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import (
     atomic_folder,
@@ -22,7 +23,7 @@ from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, with_reco
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.fingerprint import fingerprint_record
-from rope_ext_hf.patches.generation_length import GENERATION_CONFIG, extend_generation_file
+from rope_ext_hf.patches.generation_length import EMBEDDING_CONFIG, GENERATION_CONFIG, extend_length_files
 from rope_ext_hf.patches.loading_code import CODE_FILE, write_loading_code
 from rope_ext_hf.patches.patch_records import PATCH_KEY
 from rope_ext_hf.patches.saving import rewrite_config
@@ -31,13 +32,13 @@ from rope_ext_hf.patches.slots import patched_slots
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_NOT_COPIED = frozenset({"config.json", "README.md", "__init__.py", "run.yaml", CODE_FILE})
-"""Files that a patched copy lacks or has of its own. The source's model card and run file are about another model."""
-_FOLDERS_NOT_COPIED = frozenset({"__pycache__", ".eval_results"})
+_NOT_COPIED = frozenset({"config.json", "README.md", "__init__.py", "run.yaml", ".eval_results", CODE_FILE})
+"""Files and folders that a patched copy lacks or has of its own. The source's model card, run file and results are
+about another model. Files of these names in subfolders, such as the config.json of a pooling layer, are copied."""
 _CHANGED_COPIES = {
     "tokenizer_config.json": "model_max_length",
     GENERATION_CONFIG: "max_length",
-    ADAPTER_CONFIG: PATCH_KEY,
+    EMBEDDING_CONFIG: "max_seq_length",
 }
 """Files that are copied with a change, and the key that changes in them."""
 
@@ -68,9 +69,9 @@ def save_patched_folder(
 
     Raises:
         CheckpointError: the family keeps its angles in the weights, which are only copied; or `as_code` was given for
-            a folder that needs no code, or for an adapter.
-        FileError: `out` exists or lies inside the source; a file of the source leads out of it, or changed while it was
-            copied; or the disk cannot be written. Nothing is left of `out` then.
+            a folder that needs no code, or for an adapter; or there are no weights, or a file of them is damaged.
+        FileError: `out` exists or lies inside the source; a file of the source leads out of it, is missing, or changed
+            while it was copied; or the disk cannot be written. Nothing is left of `out` then.
     """
     config = model.config.get_text_config()
     if family(config.model_type).angle_table:
@@ -81,7 +82,8 @@ def save_patched_folder(
     is_adapter = find_adapter(source) is not None
     if as_code and is_adapter:
         raise CheckpointError("an adapter is loaded by PEFT, which runs no code of its folder; publish a whole model")
-    names = _copied_files(source)
+    names = _copied_files(source, is_adapter=is_adapter)
+    check_weights(source, adapter=is_adapter)
     if keep_mistral_format:
         names += [file for file in mistral_format_files(source) if file not in names]
     inputs = file_stamps([source / file for file in names])
@@ -103,15 +105,15 @@ def save_patched_folder(
 
 
 def _write_patched_config(staging: Path, model: PreTrainedModel, out: Path) -> None:
-    """Write the config of a patched model into a copy of its folder, and the extended length into two other files.
+    """Write the config of a patched model into a copy of its folder, and the extended length into other files.
 
-    These are generation_config.json (`max_length`) and tokenizer_config.json (`model_max_length`), where they state a
-    shorter length. `out` is the name that the folder gets later.
+    These are the files in `_CHANGED_COPIES`, where they state a shorter length. `out` is the name that the folder gets
+    later.
     """
     state = patched_slots(model)[0].state
     with left_out_of_log(*UNKNOWN_TYPE):
         model.config.save_pretrained(staging)
-    rewrite_config(staging, model, name=out, more=extend_generation_file(staging, state))
+    rewrite_config(staging, model, name=out, more=extend_length_files(staging, state))
     _raise_tokenizer_length(staging / "tokenizer_config.json", state.encoding.extended_length)
 
 
@@ -133,16 +135,13 @@ def _raise_tokenizer_length(file: Path, extended_length: int | None) -> None:
         write_json(file, settings | {"model_max_length": extended_length})
 
 
-def _copied_files(source: Path) -> list[str]:
-    """Return the names of the files in a folder that belong into a patched copy of it."""
-    mistral_format = set(mistral_format_files(source))
-    return [
-        file
-        for file in list_files(source)
-        if Path(file).name not in _NOT_COPIED
-        and _FOLDERS_NOT_COPIED.isdisjoint(Path(file).parts)
-        and file not in mistral_format
-    ]
+def _copied_files(source: Path, *, is_adapter: bool) -> list[str]:
+    """Return the names of the files in a folder that belong into a patched copy of it.
+
+    A config.json beside an adapter is that of its base model, which the patch of an adapter does not rewrite.
+    """
+    left_out = {*_NOT_COPIED, *mistral_format_files(source)} - ({"config.json"} if is_adapter else set())
+    return [file for file in list_files(source) if Path(file).parts[0] not in left_out]
 
 
 def unlike_copies(source: Path, out: Path) -> list[str]:
@@ -150,15 +149,22 @@ def unlike_copies(source: Path, out: Path) -> list[str]:
 
     Both folders are read whole, which takes as long as copying. A file in which `save_patched_folder` changes a key is
     compared as JSON, without that key.
+
+    Raises:
+        CheckpointError, FileError: weights of the source are missing or damaged, as for `save_patched_folder`.
     """
-    return [name for name in _copied_files(source) if not _is_copy(source / name, out / name)]
+    is_adapter = find_adapter(source) is not None
+    check_weights(source, adapter=is_adapter)
+    names = _copied_files(source, is_adapter=is_adapter)
+    return [name for name in names if not _is_copy(source, out, name)]
 
 
-def _is_copy(file: Path, copied: Path) -> bool:
-    """Return whether a file of a patched copy has the content of the file that it is a copy of."""
+def _is_copy(source: Path, out: Path, name: str) -> bool:
+    """Return whether the file with this name in a patched copy has the content of the file in its source."""
+    file, copied = source / name, out / name
     if not copied.is_file():
         return False
-    changed = _CHANGED_COPIES.get(file.name)
+    changed = PATCH_KEY if file.name == ADAPTER_CONFIG else _CHANGED_COPIES.get(name)
     if changed is None:
         return filecmp.cmp(file, copied, shallow=False)
     return _settings_without(file, changed) == _settings_without(copied, changed)
