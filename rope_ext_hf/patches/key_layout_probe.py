@@ -151,7 +151,7 @@ def _three_caches(decoder: nn.Module, tables: Sequence[RotaryEmbedding], radians
             for angles, attention_factor in rotations:
                 with override_angles(tables, angles, attention_factor), torch.no_grad():
                     caches.append(_cache_of_one_token(decoder, token))
-        except _DOES_NOT_RUN as error:  # the decoder beside an encoder needs what the encoder gives
+        except (*_DOES_NOT_RUN, UnsupportedModelError) as error:  # a decoder that needs an encoder; one without a cache
             reasons.append(one_line(error))
         else:
             return caches

@@ -386,8 +386,10 @@ def test_up_to_the_trained_length_nothing_changes(rule: str) -> None:
     assert not torch.allclose(logits(model, tokens(TRAINED + 1)), logits(plain, tokens(TRAINED + 1)), atol=1e-3)
 
 
-def chunks_gap(model: Any, ids: Tensor, sizes: Sequence[int]) -> float:
-    return (in_parts(copy.deepcopy(model), ids, sizes) - logits(copy.deepcopy(model), ids)).abs().max().item()
+def chunks_gap(model: Any, ids: Tensor, sizes: Sequence[int], length: int) -> float:
+    one, other = copy.deepcopy(model), copy.deepcopy(model)
+    with rope.fixed_length(one, length), rope.fixed_length(other, length):
+        return (in_parts(one, ids, sizes) - logits(other, ids)).abs().max().item()
 
 
 @pytest.mark.slow
@@ -397,8 +399,7 @@ def chunks_gap(model: Any, ids: Tensor, sizes: Sequence[int]) -> float:
 def test_under_a_fixed_length_parts_do_not_matter(rule: str, sizes: list[int], steps: int, room: int) -> None:
     """One prefill, any parts, single tokens or no cache at all give one result: that of an input of the held length."""
     model, ids = patched("llama", rule), tokens(sum(sizes) + steps)
-    with rope.fixed_length(model, ids.shape[1] + room):
-        assert chunks_gap(model, ids, sizes) <= 1e-4
+    assert chunks_gap(model, ids, sizes, ids.shape[1] + room) <= 1e-4
     with rope.fixed_length(model, ids.shape[1]):
         held = logits(model, ids)
     torch.testing.assert_close(held, logits(model, ids), atol=1e-4, rtol=0)
