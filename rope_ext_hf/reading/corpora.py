@@ -57,7 +57,7 @@ def load(
 
     | option | meaning |
     |---|---|
-    | `column=NAME` | the column of a table that holds the text, or lists of token ids; default: `text`, else the only column with text |
+    | `column=NAME` | the column of a table that holds the text, or lists of token ids (padded ones beside a column `attention_mask`); default: `text`, else the only column with text, else `input_ids` |
     | `join=CHARACTERS` | join documents that follow each other, with an empty line between them, until each has so many characters |
     | `max_documents=N` | read the first N documents and no further; without it, a data set of the Hub is read to its end |
     | `config=NAME` | Hub only: the configuration of the data set |
@@ -71,6 +71,7 @@ def load(
     |---|---|
     | `[text, ...]` | one per string |
     | `[1, 2, ...]`, `[[1, 2, ...], ...]`, tensors, arrays | one per list, or per row, of token ids |
+    | what a tokenizer returns, or a list of that | one per row of `input_ids`, without the padding that `attention_mask` has as 0 |
     | a `datasets.Dataset`, a list of its rows | one per row |
     | `pathlib.Path`, a list of them | those of the files or folders |
     | `Document`, a list of them | the documents as they are |

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from rope_ext_hf.errors import CorpusError, short
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.reading.documents import Document
-from rope_ext_hf.reading.rows import choose_column, read_rows
+from rope_ext_hf.reading.rows import choose_column, mask_column, read_rows
 
 NAME_HELP = (
     "a string names text: 'stdlib', the path of a UTF-8 text, JSON lines or parquet file, a folder, a pattern such as "
@@ -236,11 +236,12 @@ def _read_parquet(stream: BinaryIO, where: str, column: str | None) -> Iterator[
     table = optional_package("pyarrow.parquet", "files in .parquet").ParquetFile(stream)
     columns = {field.name: str(field.type) in _TEXT_TYPES for field in table.schema_arrow}
     chosen = choose_column(columns, where, column)
-    yield from read_rows(enumerate(_parquet_rows(table, chosen), 1), where, chosen)
+    needed = [name for name in (chosen, mask_column(chosen)) if name in columns]
+    yield from read_rows(enumerate(_parquet_rows(table, needed), 1), where, chosen)
 
 
-def _parquet_rows(table: Any, column: str) -> Iterable[dict[str, Any]]:
-    for batch in table.iter_batches(_PARQUET_ROWS, columns=[column]):
+def _parquet_rows(table: Any, columns: list[str]) -> Iterable[dict[str, Any]]:
+    for batch in table.iter_batches(_PARQUET_ROWS, columns=columns):
         yield from batch.to_pylist()
 
 

@@ -600,7 +600,7 @@ def test_anything_else_is_refused_by_its_type(given: Any, kind: str) -> None:
         load(given)
 
 
-@pytest.mark.parametrize("ids", [[-1], [2**31], [1, "a"], [[1]]])
+@pytest.mark.parametrize("ids", [[-1], [2**31], [1, "a"], [[1], 2]])
 def test_wrong_token_ids_in_memory(ids: list[Any]) -> None:
     with pytest.raises(CorpusError, match=r"text 1: .* is not a token id"):
         load([ids])
