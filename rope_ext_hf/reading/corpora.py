@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
 
-from rope_ext_hf.errors import CorpusError, did_you_mean, short
+from rope_ext_hf.errors import CorpusError, did_you_mean, short, warn_caller
 from rope_ext_hf.reading.documents import Corpus, Document, Documents, Tokens, corpus_name, utf8_bytes
 from rope_ext_hf.reading.hub_datasets import read_hub_dataset
 from rope_ext_hf.reading.in_memory import documents_in
@@ -47,8 +47,10 @@ def load(
     | `stdlib` | the held-out modules of Python's standard library, one each |
     | `FILE` | a UTF-8 text file of any name is one document, with its line ends as they are; also `.gz`, `.zst` |
     | `FILE.jsonl`, `.ndjson`, `.json` | one per line, or one per item of the list; also `.gz`, `.zst` |
+    | `FILE.csv`, `.tsv` | one per row; the first row names the columns; also `.gz`, `.zst` |
     | `FILE.parquet` | one per row; needs the package `pyarrow` |
-    | `FOLDER` | those of all these files in it and below (plain text: .txt .md .rst .py), sorted by path; hidden files and links that lead out of the folder are left out |
+    | `FOLDER` | those of all these files in it and below (plain text: .txt .md .rst .py), sorted by path; hidden files are left out, and with a warning links that lead out of the folder |
+    | `FOLDER` of a data set | the clone of a data set repository, or its folder in the Hub's cache: one split, as for `hf:OWNER/NAME`; a warning names what is left out |
     | `PATTERN` | those of all files that match, sorted: `books/*.txt`, `data/**/*.jsonl` |
     | `hf:OWNER/NAME` | one per row of a data set of the Hugging Face Hub, streamed; needs the package `datasets` |
 
@@ -60,8 +62,8 @@ def load(
     | `column=NAME` | the column of a table that holds the text, or lists of token ids (padded ones beside a column `attention_mask`); default: `text`, else the only column with text, else `input_ids` |
     | `join=CHARACTERS` | join documents that follow each other, with an empty line between them, until each has so many characters |
     | `max_documents=N` | read the first N documents and no further; without it, a data set of the Hub is read to its end |
-    | `config=NAME` | Hub only: the configuration of the data set |
-    | `split=NAME` | Hub only: the split; default: `test`, else the only one |
+    | `config=NAME` | the configuration of a data set of the Hub, or of a clone of it |
+    | `split=NAME` | its split; default: `test`, else the only one |
 
     In a value, `%26` stands for `&` and `%25` for `%`.
 
@@ -128,7 +130,7 @@ def check_name(data: Corpus | None) -> None:
     if isinstance(data, str):
         name = _Name.parse(data)
         if name.source != _STDLIB and not name.source.startswith(_HUB):
-            find_files(name.source)
+            find_files(name.source, config=name.config, split=name.split)
 
 
 def stdlib_held_out() -> list[Document]:
@@ -172,7 +174,8 @@ class _Name:
         if match is None or Path(text).exists():
             return cls(text)
         source = match[1]
-        allowed = ("column", "join", "max_documents", *(("config", "split") if source.startswith(_HUB) else ()))
+        of_data_set = ("config", "split") if source.startswith(_HUB) or Path(source).is_dir() else ()
+        allowed = ("column", "join", "max_documents", *of_data_set)
         options: dict[str, str] = {}
         for part in match[2].split("&"):
             option, _, value = part.partition("=")
@@ -224,8 +227,10 @@ def _named_documents(name: _Name, column: str | None) -> Iterable[Document]:
         return stdlib_held_out()
     if name.source.startswith(_HUB):
         return read_hub_dataset(name.source.removeprefix(_HUB), config=name.config, split=name.split, column=column)
-    root, files = find_files(name.source)
-    return read_files(name.source, root, files, column)
+    texts = find_files(name.source, config=name.config, split=name.split)
+    if texts.left_out:
+        warn_caller(texts.left_out)
+    return read_files(name.source, texts.root, texts.files, column)
 
 
 def _is_empty(document: Document | Tokens) -> bool:

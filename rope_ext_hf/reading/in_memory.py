@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.errors import CorpusError, short
+from rope_ext_hf.errors import CorpusError, short, warn_caller
 from rope_ext_hf.reading.documents import Document, Tokens, token_ids
 from rope_ext_hf.reading.rows import plain, read_rows
 from rope_ext_hf.reading.text_files import find_files, read_files
@@ -65,9 +65,11 @@ def _documents_of_paths(paths: Sequence[Path], column: str | None) -> Iterator[D
     roots, files = [], []
     for path in paths:
         # absolute, because relative and absolute paths have no common path
-        root, inside = find_files(str(path.expanduser().absolute()))
-        roots.append(root)
-        files += inside
+        texts = find_files(str(path.expanduser().absolute()))
+        if texts.left_out:
+            warn_caller(texts.left_out)
+        roots.append(texts.root)
+        files += texts.files
     yield from read_files(str(paths[0]), Path(os.path.commonpath(roots)), files, column)
 
 
