@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -98,15 +98,20 @@ def load(
         return data
     documents = Documents()
     documents.source = corpus_name(data) or documents.source
+
+    def left_out(note: str) -> None:
+        documents.note = note
+        warn_caller(note)
+
     try:
         if isinstance(data, str):
             name = _Name.parse(data)
             column = _agreed(data, "column", name.column, column)
             join = _agreed(data, "join", name.join, join)
             max_documents = _agreed(data, "max_documents", name.max_documents, max_documents)
-            read: Iterable[Document | Tokens] = _named_documents(name, column)
+            read: Iterable[Document | Tokens] = _named_documents(name, column, left_out)
         else:
-            read = documents_in(data, column)
+            read = documents_in(data, column, left_out)
         if max_documents is not None and max_documents < 1:
             raise CorpusError(f"max_documents must be at least 1, got {max_documents}")
         documents += islice(read, max_documents)
@@ -219,8 +224,14 @@ def _agreed(data: str, option: str, in_name: T | None, argument: T | None) -> T 
     return argument if in_name is None else in_name
 
 
-def _named_documents(name: _Name, column: str | None) -> Iterable[Document]:
-    """Return the documents of the corpus with this name; `column` of a table holds their text."""
+def _named_documents(name: _Name, column: str | None, left_out: Callable[[str], None]) -> Iterable[Document]:
+    """Return the documents of the corpus with this name.
+
+    Args:
+        name: the name.
+        column: the column of a table that holds their text.
+        left_out: called with a sentence about what is left out of a folder, if anything is.
+    """
     if name.source == _STDLIB:
         if column is not None:
             raise CorpusError(f"{name.source!r} is plain text, which has no column {column!r}")
@@ -229,7 +240,7 @@ def _named_documents(name: _Name, column: str | None) -> Iterable[Document]:
         return read_hub_dataset(name.source.removeprefix(_HUB), config=name.config, split=name.split, column=column)
     texts = find_files(name.source, config=name.config, split=name.split)
     if texts.left_out:
-        warn_caller(texts.left_out)
+        left_out(texts.left_out)
     return read_files(name.source, texts.root, texts.files, column)
 
 

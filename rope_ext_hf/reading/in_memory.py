@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.errors import CorpusError, short, warn_caller
+from rope_ext_hf.errors import CorpusError, short
 from rope_ext_hf.reading.documents import Document, Tokens, token_ids
 from rope_ext_hf.reading.rows import plain, read_rows
 from rope_ext_hf.reading.text_files import find_files, read_files
 
 
-def documents_in(data: Any, column: str | None) -> Iterator[Document | Tokens]:
-    """Yield the documents in a Python value; `rope_ext_hf.reading.corpora.load` lists the values that are allowed."""
+def documents_in(data: Any, column: str | None, left_out: Callable[[str], None]) -> Iterator[Document | Tokens]:
+    """Yield the documents in a Python value; `rope_ext_hf.reading.corpora.load` lists the values that are allowed.
+
+    `left_out` is called with a sentence about what is left out of a folder, if anything is.
+    """
     if hasattr(data, "column_names") and not isinstance(data, Mapping):  # a datasets.Dataset, streamed or not
         yield from _documents_of_rows(data, column)
         return
@@ -23,7 +26,7 @@ def documents_in(data: Any, column: str | None) -> Iterator[Document | Tokens]:
     if items and all(isinstance(item, Mapping) for item in items):
         yield from _documents_of_rows(items, column)
     elif items and all(isinstance(item, Path) for item in items):
-        yield from _documents_of_paths(items, column)
+        yield from _documents_of_paths(items, column, left_out)
     elif column is not None:
         raise CorpusError(
             f"the texts were given without columns, so there is no column {column!r}; leave out the column, or give "
@@ -61,13 +64,15 @@ def _is_nested(value: object) -> bool:
     return all(isinstance(item, (list, tuple)) or hasattr(item, "tolist") for item in value)
 
 
-def _documents_of_paths(paths: Sequence[Path], column: str | None) -> Iterator[Document]:
+def _documents_of_paths(
+    paths: Sequence[Path], column: str | None, left_out: Callable[[str], None]
+) -> Iterator[Document]:
     roots, files = [], []
     for path in paths:
         # absolute, because relative and absolute paths have no common path
         texts = find_files(str(path.expanduser().absolute()))
         if texts.left_out:
-            warn_caller(texts.left_out)
+            left_out(texts.left_out)
         roots.append(texts.root)
         files += texts.files
     yield from read_files(str(paths[0]), Path(os.path.commonpath(roots)), files, column)

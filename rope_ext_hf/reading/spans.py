@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +31,7 @@ from rope_ext_hf.reading.protocols import (
 )
 from rope_ext_hf.reading.token_bytes import byte_ends, spelled_ends
 from rope_ext_hf.reading.tokenizing import PLAIN, tokenize_texts
+from rope_ext_hf.reading.unknown_tokens import unknown_note
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,6 +46,7 @@ __all__ = [
     "prefix_tokens",
     "text_of",
     "tokenize",
+    "warn_of_unknown",
     "with_prefix",
 ]
 
@@ -64,6 +66,7 @@ class Setting:
             settings; "" if key tokens were not measured.
         states: the dtype in which the last hidden states were stored: "model" (that of the model), "float16" or
             "float32"; "" if they were not stored.
+        note: what a reader of the result should know about its text; empty if there is nothing.
     """
 
     protocol: str
@@ -73,6 +76,7 @@ class Setting:
     left_out: int
     keys: str = ""
     states: str = ""
+    note: str = ""
 
 
 def tokenize(
@@ -243,6 +247,7 @@ class EvalPlan:
         left_out: the number of documents that are too short for the lengths.
         recent: the number of tokens that the model as loaded reads for the reference of a protocol that has one, see
             `Protocol.recent`; 0: there is none.
+        note: see `Setting`.
     """
 
     protocol: Protocol
@@ -252,6 +257,7 @@ class EvalPlan:
     documents: tuple[tuple[Tokens, tuple[Span, ...]], ...]
     left_out: int
     recent: int = 0
+    note: str = ""
 
     def passes(self, *, by_length: bool, recent: bool = False) -> list[int]:
         """Return the number of tokens in each pass under one method.
@@ -469,7 +475,17 @@ def prepare(
     check_vocabulary(model, documents)
     plan = make_plan(documents, tokenizer=tokenizer, bos=bos, **options)
     check_prompts(model, (), max(plan.passes(by_length=False)))
-    return plan
+    read = [document for document, _ in plan.documents]
+    unknown = "" if tokenizer is None else warn_of_unknown(read, tokenizer)
+    return replace(plan, note="\n".join(filter(None, (loaded.note, unknown))))
+
+
+def warn_of_unknown(documents: Sequence[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Warn if the tokenizer does not know a part of some texts, and return the warning; see `unknown_note`."""
+    note = unknown_note(documents, tokenizer)
+    if note:
+        warn_caller(note)
+    return note
 
 
 def check_prompts(model: PreTrainedModel, prompts: Iterable[Tensor], longest: int) -> None:
