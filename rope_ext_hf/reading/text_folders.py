@@ -16,7 +16,7 @@ import yaml
 
 from rope_ext_hf.errors import CorpusError, did_you_mean, printable, short
 
-Kind = Callable[[Path], str | None]
+_Kind = Callable[[Path], str | None]
 """A function that returns "table", "prose" or None: how the content of a file is read, by its suffix."""
 
 _KEYWORDS = {
@@ -48,12 +48,12 @@ class TextFiles(NamedTuple):
     left_out: str = ""
 
 
-def texts_of_folder(folder: Path, kind: Kind, *, config: str | None = None, split: str | None = None) -> TextFiles:
+def texts_of_folder(folder: Path, kind: _Kind, *, config: str | None = None, split: str | None = None) -> TextFiles:
     """Return the files of text in a folder and below, sorted; hidden files are no text.
 
     Args:
         folder: the folder.
-        kind: see `Kind`.
+        kind: see `_Kind`.
         config, split: those of a data set repository; default: as for hf:OWNER/NAME.
 
     Raises:
@@ -78,7 +78,7 @@ def texts_of_folder(folder: Path, kind: Kind, *, config: str | None = None, spli
     return TextFiles(folder, chosen, f"{short(str(folder))!r} {', and '.join(sentences)}" if sentences else "")
 
 
-def _walk(folder: Path, kind: Kind) -> tuple[list[Path], list[Path]]:
+def _walk(folder: Path, kind: _Kind) -> tuple[list[Path], list[Path]]:
     """Return the files of text in a folder and below, and the links that are left out, both sorted.
 
     A link is followed if it stays in the folder, or leads from a snapshot in the Hub's cache to the files of the same
@@ -142,7 +142,7 @@ def _blobs(folder: Path) -> list[Path]:
 
 
 def _data_files(
-    folder: Path, files: Sequence[Path], kind: Kind, config: str | None, split: str | None
+    folder: Path, files: Sequence[Path], kind: _Kind, config: str | None, split: str | None
 ) -> tuple[list[Path], str | None]:
     """Return the files that hold the data of a folder, and the split that they are; None if there are no splits.
 

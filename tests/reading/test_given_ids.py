@@ -59,8 +59,8 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 def measured(data: Any, tokenizer: Any, **options: Any) -> list[Any]:
     """Return the results by length without the names of documents."""
     model = build("llama", vocab_size=VOCABULARY)
-    options = {"lengths": [16, 32], "stride": 16, "targets": 8} | options
-    results = perplexity(model, data, tokenizer=tokenizer, **options)
+    spans: dict[str, Any] = {"lengths": [16, 32], "stride": 16, "targets": 8}
+    results = perplexity(model, data, tokenizer=tokenizer, **spans | options)
     return [[document[1:] for document in result.documents] for result in results]
 
 

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,8 @@ def test_a_table_of_separated_values_is_its_text_column(
     tmp_path: Path, name: str, options: dict[str, str], pack: str
 ) -> None:
     content = table({"id": ["1", "2", "3"], "title": ["x, y", "", "z"], "text": ROWS}, **options)
-    packed = {"": bytes, ".gz": gzip.compress, ".zst": zstd}[pack](b"\xef\xbb\xbf" + content)
+    packers: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
+    packed = packers[pack](b"\xef\xbb\xbf" + content)
     file = tmp_path / f"{name}{pack}"
     file.write_bytes(packed)
     limit = csv.field_size_limit()

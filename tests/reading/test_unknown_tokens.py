@@ -146,7 +146,7 @@ def test_the_note_stands_beside_the_result(tmp_path: Path, as_ids: bool) -> None
     assert results[0].setting.note.startswith("47% of the tokens are")
     again = read_run(results.run.folder)
     assert again.results[0].setting == results[0].setting
-    for shown in (str(again.table().caption), (results.run.folder / "report.html").read_text()):
+    for shown in (str(again.kind.table(again).caption), (results.run.folder / "report.html").read_text()):
         assert "of the tokens are the tokenizer" in shown
     known = perplexity(model, [KNOWN * 20], lengths=[16])
     assert known[0].setting.note == ""

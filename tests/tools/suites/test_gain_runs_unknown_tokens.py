@@ -1,13 +1,11 @@
-"""The measurements and the fine-tuning of the tool box warn of texts that a tokenizer does not know."""
+"""Measurements of gain and of tasks warn of texts that a tokenizer does not know."""
 
 from __future__ import annotations
 
 import pytest
 
 from rope_ext_hf.tools.suites import Gain, Tasks
-from rope_ext_hf.tools.training.questions import Finetuning
-from rope_ext_hf.tools.training.texts import split_texts
-from tests.reading.test_unknown_tokens import DROPPED, FOREIGN, KNOWN, letters
+from tests.reading.test_unknown_tokens import DROPPED, FOREIGN, letters
 from tests.support.models import build
 
 
@@ -28,10 +26,3 @@ def test_gain_and_tasks_warn() -> None:
     tasks = Tasks(suite="ruler", tasks="niah_single_2", lengths=[1024], samples=1, haystack=[FOREIGN * 100])
     with pytest.warns(UserWarning, match=DROPPED):
         tasks.plan(model, tokenizer=tokenizer)
-
-
-@pytest.mark.parametrize("texts", [{"data": [FOREIGN * 100]}, {"data": [KNOWN * 100], "eval_data": [FOREIGN * 100]}])
-def test_fine_tuning_warns(texts: dict[str, list[str]]) -> None:
-    question = Finetuning(model="m", method="yarn", factor=2, steps=1, **texts)
-    with pytest.warns(UserWarning, match=DROPPED):
-        split_texts(question, letters())
