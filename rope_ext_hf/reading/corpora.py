@@ -48,9 +48,9 @@ def load(
     | `FILE` | a UTF-8 text file of any name is one document, with its line ends as they are; also `.gz`, `.zst` |
     | `FILE.jsonl`, `.ndjson`, `.json` | one per line, or one per item of the list; also `.gz`, `.zst` |
     | `FILE.csv`, `.tsv` | one per row; the first row names the columns; also `.gz`, `.zst` |
-    | `FILE.parquet` | one per row; needs the package `pyarrow` |
+    | `FILE.parquet`, `.arrow` | one per row; needs the package `pyarrow` |
     | `FOLDER` | those of all these files in it and below (plain text: .txt .md .rst .py), sorted by path; hidden files are left out, and with a warning links that lead out of the folder |
-    | `FOLDER` of a data set | the clone of a data set repository, or its folder in the Hub's cache: one split, as for `hf:OWNER/NAME`; a warning names what is left out |
+    | `FOLDER` of a data set | the clone of a data set repository, its folder in the Hub's cache, or what `datasets` has saved: one split, as for `hf:OWNER/NAME`; a warning names what is left out |
     | `PATTERN` | those of all files that match, sorted: `books/*.txt`, `data/**/*.jsonl` |
     | `hf:OWNER/NAME` | one per row of a data set of the Hugging Face Hub, streamed; needs the package `datasets` |
 

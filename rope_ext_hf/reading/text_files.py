@@ -36,7 +36,7 @@ _PROSE = (".txt", ".md", ".rst", ".py")
 _TEXT_MODE: dict[str, Any] = {"encoding": "utf-8-sig", "newline": ""}
 """The arguments of `open` for text: line ends stay as they are, and a byte-order mark is not part of the text."""
 _TEXT_TYPES = ("string", "large_string", "string_view")  # of parquet columns
-_PARQUET_ROWS = 16  # decoded at a time; a row may be a whole book
+_ROWS_AT_ONCE = 16  # decoded at a time; a row may be a whole book
 _MAX_EXPANSION = 100
 """Times its size that a compressed file may expand to; text expands to 3 to 5 times its size."""
 _GIT_LFS = b"version https://git-lfs.github.com/spec/"
@@ -259,15 +259,29 @@ def _read_csv(stream: BinaryIO, where: str, column: str | None) -> Iterator[tupl
 
 def _read_parquet(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, _Content]]:
     table = optional_package("pyarrow.parquet", "files in .parquet").ParquetFile(stream)
-    columns = {field.name: str(field.type) in _TEXT_TYPES for field in table.schema_arrow}
+    chosen, needed = _arrow_columns(table.schema_arrow, where, column)
+    batches = table.iter_batches(_ROWS_AT_ONCE, columns=needed)
+    yield from read_rows(enumerate(_arrow_rows(batches), 1), where, chosen)
+
+
+def _read_arrow(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, _Content]]:
+    """Read a file of Arrow's stream format, as `Dataset.save_to_disk` writes it."""
+    table = optional_package("pyarrow", "files in .arrow").ipc.open_stream(stream)
+    chosen, needed = _arrow_columns(table.schema, where, column)
+    yield from read_rows(enumerate(_arrow_rows(batch.select(needed) for batch in table), 1), where, chosen)
+
+
+def _arrow_columns(schema: Any, where: str, column: str | None) -> tuple[str, list[str]]:
+    """Return the column that holds the text or token ids, and all columns that are needed to read it."""
+    columns = {field.name: str(field.type) in _TEXT_TYPES for field in schema}
     chosen = choose_column(columns, where, column)
-    needed = [name for name in (chosen, mask_column(chosen)) if name in columns]
-    yield from read_rows(enumerate(_parquet_rows(table, needed), 1), where, chosen)
+    return chosen, [name for name in (chosen, mask_column(chosen)) if name in columns]
 
 
-def _parquet_rows(table: Any, columns: list[str]) -> Iterable[dict[str, Any]]:
-    for batch in table.iter_batches(_PARQUET_ROWS, columns=columns):
-        yield from batch.to_pylist()
+def _arrow_rows(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    for batch in batches:
+        for start in range(0, len(batch), _ROWS_AT_ONCE):
+            yield from batch.slice(start, _ROWS_AT_ONCE).to_pylist()
 
 
 _TABLE_READERS: dict[str, Callable[[BinaryIO, str, str | None], Iterator[tuple[str, _Content]]]] = {
@@ -275,6 +289,7 @@ _TABLE_READERS: dict[str, Callable[[BinaryIO, str, str | None], Iterator[tuple[s
     ".ndjson": _read_json_lines,
     ".json": _read_json_list,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
     ".csv": _read_csv,
     ".tsv": _read_csv,
 }

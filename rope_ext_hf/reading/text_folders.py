@@ -171,9 +171,8 @@ def _data_files(
         return splits[chosen], chosen
     if card and tables:
         return tables, None
-    if card or (tables and folder / _CARD in files):
-        return [file for file in files if file != folder / _CARD and not (tables and file.name in _NOT_DATA)], None
-    return list(files), None
+    about = {folder / _CARD} if card else {file for file in files if tables and file.name in _NOT_DATA}
+    return [file for file in files if file not in about], None
 
 
 def _card(folder: Path) -> dict[str, Any]:

@@ -169,6 +169,23 @@ def test_the_split_has_the_rows_that_the_datasets_library_reads(tmp_path: Path, 
         assert texts(tmp_path / "books") == list(expected["text"])
 
 
+@pytest.mark.filterwarnings("ignore:.*is a data set repository:UserWarning")
+def test_a_data_set_that_was_saved_to_disk(tmp_path: Path) -> None:
+    test = datasets.Dataset.from_dict({"title": ["t"] * 40, "text": [f"test {i}" for i in range(40)]})
+    test.save_to_disk(str(tmp_path / "one"), num_shards=2)
+    train = datasets.Dataset.from_dict({"title": ["t"], "text": ["train"]})
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(str(tmp_path / "several"))
+    assert texts(tmp_path / "one") == texts(tmp_path / "several") == list(test["text"])
+    assert texts(f"{tmp_path / 'several'}?split=train&column=title") == ["t"]
+    assert texts(tmp_path / "several" / "train" / "*.arrow") == ["train"]
+    ids = datasets.Dataset.from_dict({"input_ids": [[0, 7, 8]], "attention_mask": [[0, 1, 1]]})
+    ids.save_to_disk(str(tmp_path / "ids"))
+    assert [list(document.ids or ()) for document in load(str(tmp_path / "ids"))] == [[7, 8]]
+    write(tmp_path, "damaged.arrow", "no table")
+    with pytest.raises(CorpusError, match=r"damaged\.arrow' cannot be read"):
+        load(str(tmp_path / "damaged.arrow"))
+
+
 def test_a_split_or_configuration_in_doubt_is_asked_for(tmp_path: Path) -> None:
     write(tmp_path, "train.jsonl", ["train"])
     write(tmp_path, "dev.jsonl", ["dev"])
