@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,16 +193,20 @@ def _configs(folder: Path, files: Sequence[Path], card: Mapping[str, Any]) -> di
     for entry in listed if isinstance(listed, list) else ():
         if not isinstance(entry, dict) or "data_files" not in entry:
             continue
-        data_files = entry["data_files"]
-        parts = data_files if isinstance(data_files, list) else [data_files]
         splits: dict[str, list[Path]] = {}
-        for part in parts:
-            named = part if isinstance(part, dict) else {"split": "train", "path": part}
-            patterns = named.get("path", ())
-            matches = _matching(folder, files, [patterns] if isinstance(patterns, str) else patterns)
-            splits.setdefault(str(named.get("split", "train")), []).extend(matches)
+        for split, patterns in _patterns(entry["data_files"]):
+            splits.setdefault(split, []).extend(_matching(folder, files, patterns))
         configs[str(entry.get("config_name", "default"))] = splits
     return configs
+
+
+def _patterns(data_files: Any) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the splits that `data_files` in a card names, each with its patterns of files; without a split: train."""
+    if isinstance(data_files, dict):
+        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
+    for part in data_files if isinstance(data_files, list) else [data_files]:
+        split, path = (part.get("split", "train"), part.get("path")) if isinstance(part, dict) else ("train", part)
+        yield str(split), path if isinstance(path, list) else [path]
 
 
 def _matching(folder: Path, files: Sequence[Path], patterns: Iterable[str]) -> list[Path]:

@@ -205,6 +205,31 @@ def test_a_split_or_configuration_in_doubt_is_asked_for(tmp_path: Path) -> None:
         assert texts(f"{tmp_path}?config=de") == ["de"]
 
 
+@pytest.mark.parametrize(
+    ("data_files", "expected"),
+    [
+        ("[{split: test, path: a.jsonl}, {split: train, path: '*.jsonl'}]", ["a"]),
+        ("{test: [a.jsonl, deep], train: b.jsonl}", ["a", "c"]),
+        ("a.jsonl", ["a"]),
+        ("[a.jsonl, b.jsonl]", ["a", "b"]),
+        ("[{split: test, path: 5}]", None),
+        ("[{split: test, path: /etc/*}]", None),
+        ("[{split: test, path: ../outside/*}]", None),
+    ],
+)
+def test_files_that_a_card_names(tmp_path: Path, data_files: str, expected: list[str] | None) -> None:
+    folder = tmp_path / "books"
+    write(folder, "README.md", f"---\nconfigs:\n- config_name: default\n  data_files: {data_files}\n---\n")
+    for name, text in (("a.jsonl", "a"), ("b.jsonl", "b"), ("deep/c.jsonl", "c"), ("../outside/d.jsonl", "d")):
+        write(folder, name, [text])
+    if expected is None:
+        with pytest.raises(CorpusError, match=r"files of the split 'test' .* are missing"):
+            load(str(folder))
+    else:
+        with pytest.warns(UserWarning, match="is a data set repository"):
+            assert texts(folder) == expected
+
+
 def test_a_repository_with_one_split_is_read_without_its_card(tmp_path: Path) -> None:
     write(tmp_path, "README.md", "# Card")
     write(tmp_path, "data/train-00000-of-00001.parquet", ["train"])
