@@ -63,19 +63,20 @@ def texts_of_folder(folder: Path, kind: _Kind, *, config: str | None = None, spl
     files, links = _walk(folder, kind)
     chosen, chosen_split = _data_files(folder, files, kind, config, split)
     sentences = []
+    name = folder.resolve().name  # without its parents, because the sentence stands in reports
     if len(chosen) < len(files):
         rest = [file.relative_to(folder).as_posix() for file in files if file not in {*chosen}]
         part = f"split {chosen_split!r}" if chosen_split else "data"
         sentences.append(f"is a data set repository, of which only the {part} is read, not {_listed(rest)}")
     if links:
-        first = links[0]
-        pattern = first / "*" if first.is_dir() else first.with_name(f"*{first.suffix}")
+        first = Path(name) / links[0].relative_to(folder)
+        pattern = first / "*" if links[0].is_dir() else first.with_name(f"*{first.suffix}")
         names = _listed([link.relative_to(folder).as_posix() for link in links])
         sentences.append(
             f"has links that lead out of it or nowhere, which are not read: {names}; a pattern such as "
             f"{short(str(pattern))!r} reads them"
         )
-    return TextFiles(folder, chosen, f"{short(str(folder))!r} {', and '.join(sentences)}" if sentences else "")
+    return TextFiles(folder, chosen, f"{short(printable(name))!r} {', and '.join(sentences)}" if sentences else "")
 
 
 def _walk(folder: Path, kind: _Kind) -> tuple[list[Path], list[Path]]:
