@@ -546,9 +546,9 @@ CHANGES = (
     Change("an evaluation protocol", "rope_ext_hf/reading/protocols.py", protocol, at_end(PROTOCOL)),
     Change(
         "a format of text files",
-        "rope_ext_hf/reading/documents.py",
+        "rope_ext_hf/reading/text_files.py",
         text_format,
-        [('    ".ndjson": _json_lines,\n', '    ".ndjson": _json_lines,\n    ".lines": _json_lines,\n')],
+        [('    ".arrow": _read_arrow,\n', '    ".arrow": _read_arrow,\n    ".lines": _read_json_lines,\n')],
     ),
     Change("a suite of tasks", f"{TOOLS}/suites/colours.py", suite, at_end(SUITE)),
     Change("a retrieval task", f"{EVAL}/retrievals.toml", retrieval, at_end(LEVEL)),

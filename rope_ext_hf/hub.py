@@ -438,14 +438,20 @@ def _token_settings(value: dict[str, Any] | list[Any]) -> list[dict[str, Any]]:
 
 def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that a tokenizer puts before every text: BOS, `[CLS]`, `[gMASK]<sop>` of GLM; often none."""
+    return added_tokens(tokenizer)[0]
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens that a tokenizer puts before every text, and those that it puts after every text."""
     whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
     text = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     before = tokens_before(whole, text)
     if before is not None:
-        return before
-    # Beside special tokens the text gets other tokens, so that only BOS can be recognised.
+        return before, tuple(whole[len(before) + len(text) :])
+    # Beside special tokens the text gets other tokens, so that only BOS and EOS can be recognised.
     starts_with_bos = tokenizer.bos_token_id is not None and whole[:1] == [tokenizer.bos_token_id]
-    return tuple(whole[:1]) if starts_with_bos else ()
+    ends_with_eos = tokenizer.eos_token_id is not None and whole[-1:] == [tokenizer.eos_token_id]
+    return tuple(whole[:1] if starts_with_bos else ()), tuple(whole[-1:] if ends_with_eos else ())
 
 
 def tokens_before(whole: Sequence[int], text: Sequence[int]) -> tuple[int, ...] | None:

@@ -112,7 +112,7 @@ class PerplexityMeasurement(SpanMeasurement[DocumentLoss]):
         self.takes_outputs = bool(states)
         self._writer: StatesWriter | None = None
         targets, stride, bos = plan.options.targets, plan.options.stride, bool(plan.prefix)
-        self.setting = Setting(plan.protocol.name, targets, stride, bos, plan.left_out, keys_from, states)
+        self.setting = Setting(plan.protocol.name, targets, stride, bos, plan.left_out, keys_from, states, plan.note)
         if keys is not None and not self._scores_a_key_token(keys):
             raise CorpusError(
                 f"none of the scored tokens is a key token ({keys_from}), so LongPPL has no value; give longer text or "

@@ -311,6 +311,8 @@ class PerplexityRuns(SpanRuns):
         unit = f" in {loss.unit}" if loss.unit else ""
         title = f"{capital(loss.name)}{unit} by context length; the model is for {run.meant_for}"
         notes = [_scored_text(run.results[0])]
+        if note := run.results[0].setting.note:
+            notes.append(printable(note))
         if any(stars.values()):
             notes.append(BEST_NOTE)
         if detailed:

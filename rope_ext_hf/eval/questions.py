@@ -143,9 +143,9 @@ class Perplexity(LengthsQuestion):
     data: Any = argument(
         "stdlib",
         "The text that is read. 'stdlib' (modules of Python's library that the bundled model was not trained on), a "
-        "text, JSON lines or parquet file, a folder, a pattern, or hf:OWNER/NAME. Options follow a question mark, with "
-        "& between them: column=NAME of the text, join=CHARACTERS (documents are joined until each has so many), "
-        "max_documents=N, and for the Hub config=NAME and split=NAME.",
+        "text, JSON lines, CSV or parquet file, a folder, a pattern, or hf:OWNER/NAME. Options follow a question mark, "
+        "with & between them: column=NAME of the text, join=CHARACTERS (documents are joined until each has so many), "
+        "max_documents=N, and for a data set config=NAME and split=NAME.",
         parse=anything,
         metavar="TEXT",
     )

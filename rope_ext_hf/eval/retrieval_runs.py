@@ -28,7 +28,7 @@ from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps, loss_text
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import Cost, TokenScorer, check_numbers
-from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, tokenize
+from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, tokenize, warn_of_unknown
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult
 from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
@@ -416,7 +416,9 @@ def _plan(
         haystack_documents = load("stdlib" if task.filler is None else Document("filler", task.filler))
     else:
         haystack_documents = load(haystack)
-    hay = torch.cat([document.ids for document in tokenize(haystack_documents, reader)])
+    hay_documents = tokenize(haystack_documents, reader)
+    warn_of_unknown(hay_documents, reader)
+    hay = torch.cat([document.ids for document in hay_documents])
     if not len(hay):
         raise CorpusError("the haystack is empty; give a text with at least one token")
     checked = [hay]

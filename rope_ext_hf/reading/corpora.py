@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
 
-from rope_ext_hf.errors import CorpusError, did_you_mean, short
+from rope_ext_hf.errors import CorpusError, did_you_mean, short, warn_caller
 from rope_ext_hf.reading.documents import Corpus, Document, Documents, Tokens, corpus_name, utf8_bytes
 from rope_ext_hf.reading.hub_datasets import read_hub_dataset
 from rope_ext_hf.reading.in_memory import documents_in
@@ -47,8 +47,10 @@ def load(
     | `stdlib` | the held-out modules of Python's standard library, one each |
     | `FILE` | a UTF-8 text file of any name is one document, with its line ends as they are; also `.gz`, `.zst` |
     | `FILE.jsonl`, `.ndjson`, `.json` | one per line, or one per item of the list; also `.gz`, `.zst` |
-    | `FILE.parquet` | one per row; needs the package `pyarrow` |
-    | `FOLDER` | those of all these files in it and below (plain text: .txt .md .rst .py), sorted by path; hidden files and links that lead out of the folder are left out |
+    | `FILE.csv`, `.tsv` | one per row; the first row names the columns; also `.gz`, `.zst` |
+    | `FILE.parquet`, `.arrow` | one per row; needs the package `pyarrow` |
+    | `FOLDER` | those of all these files in it and below (plain text: .txt .md .rst .py), sorted by path; hidden files are left out, and with a warning links that lead out of the folder |
+    | `FOLDER` of a data set | the clone of a data set repository, its folder in the Hub's cache, or what `datasets` has saved: one split, as for `hf:OWNER/NAME`; a warning names what is left out |
     | `PATTERN` | those of all files that match, sorted: `books/*.txt`, `data/**/*.jsonl` |
     | `hf:OWNER/NAME` | one per row of a data set of the Hugging Face Hub, streamed; needs the package `datasets` |
 
@@ -57,11 +59,11 @@ def load(
 
     | option | meaning |
     |---|---|
-    | `column=NAME` | the column of a table that holds the text, or lists of token ids; default: `text`, else the only column with text |
+    | `column=NAME` | the column of a table that holds the text, or lists of token ids (padded ones beside a column `attention_mask`); default: `text`, else the only column with text, else `input_ids` |
     | `join=CHARACTERS` | join documents that follow each other, with an empty line between them, until each has so many characters |
     | `max_documents=N` | read the first N documents and no further; without it, a data set of the Hub is read to its end |
-    | `config=NAME` | Hub only: the configuration of the data set |
-    | `split=NAME` | Hub only: the split; default: `test`, else the only one |
+    | `config=NAME` | the configuration of a data set of the Hub, or of a clone of it |
+    | `split=NAME` | its split; default: `test`, else the only one |
 
     In a value, `%26` stands for `&` and `%25` for `%`.
 
@@ -71,6 +73,7 @@ def load(
     |---|---|
     | `[text, ...]` | one per string |
     | `[1, 2, ...]`, `[[1, 2, ...], ...]`, tensors, arrays | one per list, or per row, of token ids |
+    | what a tokenizer returns, or a list of that | one per row of `input_ids`, without the padding that `attention_mask` has as 0 |
     | a `datasets.Dataset`, a list of its rows | one per row |
     | `pathlib.Path`, a list of them | those of the files or folders |
     | `Document`, a list of them | the documents as they are |
@@ -95,15 +98,20 @@ def load(
         return data
     documents = Documents()
     documents.source = corpus_name(data) or documents.source
+
+    def left_out(note: str) -> None:
+        documents.note = note
+        warn_caller(note)
+
     try:
         if isinstance(data, str):
             name = _Name.parse(data)
             column = _agreed(data, "column", name.column, column)
             join = _agreed(data, "join", name.join, join)
             max_documents = _agreed(data, "max_documents", name.max_documents, max_documents)
-            read: Iterable[Document | Tokens] = _named_documents(name, column)
+            read: Iterable[Document | Tokens] = _named_documents(name, column, left_out)
         else:
-            read = documents_in(data, column)
+            read = documents_in(data, column, left_out)
         if max_documents is not None and max_documents < 1:
             raise CorpusError(f"max_documents must be at least 1, got {max_documents}")
         documents += islice(read, max_documents)
@@ -127,7 +135,7 @@ def check_name(data: Corpus | None) -> None:
     if isinstance(data, str):
         name = _Name.parse(data)
         if name.source != _STDLIB and not name.source.startswith(_HUB):
-            find_files(name.source)
+            find_files(name.source, config=name.config, split=name.split)
 
 
 def stdlib_held_out() -> list[Document]:
@@ -171,7 +179,8 @@ class _Name:
         if match is None or Path(text).exists():
             return cls(text)
         source = match[1]
-        allowed = ("column", "join", "max_documents", *(("config", "split") if source.startswith(_HUB) else ()))
+        of_data_set = ("config", "split") if source.startswith(_HUB) or Path(source).is_dir() else ()
+        allowed = ("column", "join", "max_documents", *of_data_set)
         options: dict[str, str] = {}
         for part in match[2].split("&"):
             option, _, value = part.partition("=")
@@ -215,16 +224,24 @@ def _agreed(data: str, option: str, in_name: T | None, argument: T | None) -> T 
     return argument if in_name is None else in_name
 
 
-def _named_documents(name: _Name, column: str | None) -> Iterable[Document]:
-    """Return the documents of the corpus with this name; `column` of a table holds their text."""
+def _named_documents(name: _Name, column: str | None, left_out: Callable[[str], None]) -> Iterable[Document]:
+    """Return the documents of the corpus with this name.
+
+    Args:
+        name: the name.
+        column: the column of a table that holds their text.
+        left_out: called with a sentence about what is left out of a folder, if anything is.
+    """
     if name.source == _STDLIB:
         if column is not None:
             raise CorpusError(f"{name.source!r} is plain text, which has no column {column!r}")
         return stdlib_held_out()
     if name.source.startswith(_HUB):
         return read_hub_dataset(name.source.removeprefix(_HUB), config=name.config, split=name.split, column=column)
-    root, files = find_files(name.source)
-    return read_files(name.source, root, files, column)
+    texts = find_files(name.source, config=name.config, split=name.split)
+    if texts.left_out:
+        left_out(texts.left_out)
+    return read_files(name.source, texts.root, texts.files, column)
 
 
 def _is_empty(document: Document | Tokens) -> bool:

@@ -110,9 +110,11 @@ class Documents(list[Document | Tokens]):
 
     Attributes:
         source: the name of the text in results.
+        note: a sentence about what was left out; empty if nothing was.
     """
 
     source = "documents"
+    note = ""
 
 
 def corpus_name(corpus: Corpus | None) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import CorpusError, MethodError, warn_caller
-from rope_ext_hf.hub import leading_tokens, load_tokenizer
+from rope_ext_hf.hub import added_tokens, leading_tokens, load_tokenizer
 from rope_ext_hf.patches.gguf_models import gguf_path
 from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.patches.model_classes import vocabulary_size
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Corpus, Document, LateEnds, Tokens, token_ids, utf8_bytes
+from rope_ext_hf.reading.given_ids import decoded_ends, ends_of_ids, names_of_ids, without_added
 from rope_ext_hf.reading.protocols import (
     DefaultPrefix,
     Protocol,
@@ -30,6 +31,7 @@ from rope_ext_hf.reading.protocols import (
 )
 from rope_ext_hf.reading.token_bytes import byte_ends, spelled_ends
 from rope_ext_hf.reading.tokenizing import PLAIN, tokenize_texts
+from rope_ext_hf.reading.unknown_tokens import unknown_note
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,6 +46,7 @@ __all__ = [
     "prefix_tokens",
     "text_of",
     "tokenize",
+    "warn_of_unknown",
     "with_prefix",
 ]
 
@@ -63,6 +66,7 @@ class Setting:
             settings; "" if key tokens were not measured.
         states: the dtype in which the last hidden states were stored: "model" (that of the model), "float16" or
             "float32"; "" if they were not stored.
+        note: what a reader of the result should know about its text; empty if there is nothing.
     """
 
     protocol: str
@@ -72,13 +76,25 @@ class Setting:
     left_out: int
     keys: str = ""
     states: str = ""
+    note: str = ""
 
 
-def tokenize(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+def tokenize(
+    documents: Iterable[Document | Tokens],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    bos: bool | None = None,
+    default: DefaultPrefix = "added",
+) -> list[Tokens]:
     """Tokenise documents without adding special tokens; documents that are tokenised already stay as they are.
 
-    The ends of the tokens are found for the documents that are read, when they are read.
+    Documents that are given as token ids lose the tokens that a text gets from the tokenizer or from `bos` and
+    `default`, see `prefix_tokens`, so that they are the same as their text; with bos=False they stay as they are. The
+    ends of the tokens are found for the documents that are read, when they are read.
     """
+    documents = list(documents)
+    with_ids = any(isinstance(document, Document) and document.ids is not None for document in documents)
+    added = _added_tokens(tokenizer, bos, default) if with_ids else ((), ())
     tokenized: list[Tokens] = []
     for group in _groups(documents):
         texts = [document for document in group if isinstance(document, Document) and document.ids is None]
@@ -91,7 +107,7 @@ def tokenize(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokeni
             elif document.ids is None:
                 tokenized.append(_tokens_of_text(document, next(ids_of_texts), tokenizer))
             else:
-                tokenized.append(_tokens_of_ids(document, document.ids, tokenizer))
+                tokenized.append(_tokens_of_ids(document, document.ids, tokenizer, added))
     return tokenized
 
 
@@ -105,7 +121,8 @@ def text_of(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokeniz
         if document.text or document.ids is None:
             texts.append(document.text)
         else:
-            texts.append(str(tokenizer.decode(list(document.ids))))
+            ids = without_added(list(document.ids), added_tokens(tokenizer))
+            texts.append(str(tokenizer.decode(ids)))
     return "\n\n".join(texts)
 
 
@@ -143,33 +160,41 @@ def _groups(documents: Iterable[Document | Tokens]) -> Iterator[list[Document | 
 def _tokens_of_text(document: Document, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """Return a document that was given as text, with its token ids."""
     text, tensor = document.text, torch.tensor(ids, dtype=torch.int64)
-    if not tokenizer.is_fast:  # it gives no offsets; even shares are exact for tokenizers of bytes
-        return Tokens(document.name, tensor, _shares(utf8_bytes(document.name, text), len(ids)), text)
     return Tokens(document.name, tensor, LateEnds(len(ids), partial(_ends_in_text, text, tensor, tokenizer)), text)
 
 
 def _ends_in_text(text: str, ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the end of each token of a text, in UTF-8 bytes, by a tokenizer that can give offsets."""
-    names = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in set(ids.tolist())}
-    spelled = spelled_ends(text, [names[token] for token in ids.tolist()])
+    """Return the end of each token of a text, in UTF-8 bytes."""
+    numbers = ids.tolist()
+    spelled = spelled_ends(text, names_of_ids(numbers, tokenizer))
     if spelled is not None:
         return spelled
+    if not tokenizer.is_fast:  # it gives no offsets
+        return decoded_ends(numbers, tokenizer, len(text.encode("utf-8")))
     encoded = tokenizer(text, **PLAIN, return_offsets_mapping=True)
     return byte_ends(text, encoded.tokens(), encoded["offset_mapping"])
 
 
-def _tokens_of_ids(document: Document, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Return a document that was given as token ids; the bytes of each are unknown, so that all get the same share."""
-    checked = token_ids(ids, document.name)
-    total = len(str(tokenizer.decode(list(checked))).encode("utf-8", errors="replace"))
-    return Tokens(document.name, torch.tensor(list(checked), dtype=torch.int64), _shares(total, len(checked)))
+def _added_tokens(
+    tokenizer: PreTrainedTokenizerBase, bos: bool | None, default: DefaultPrefix
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens that stand before a text, see `prefix_tokens`, and those that the tokenizer puts after it."""
+    if bos is False:
+        return (), ()
+    before, after = added_tokens(tokenizer)
+    return prefix_tokens(tokenizer, bos, default) or before, after
 
 
-def _shares(total: int, count: int) -> tuple[int, ...]:
-    """Divide `total` into `count` parts of equal size, and return the end of each part."""
-    if total == count:  # quick, because a text has millions of bytes
-        return tuple(range(1, total + 1))
-    return tuple(round(total * (i + 1) / count) for i in range(count))
+def _tokens_of_ids(
+    document: Document,
+    ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    added: tuple[Sequence[int], Sequence[int]],
+) -> Tokens:
+    """Return a document that was given as token ids, without those that the tokenizer or the protocol has `added`."""
+    numbers = list(without_added(token_ids(ids, document.name), added))
+    ends = LateEnds(len(numbers), partial(ends_of_ids, numbers, tokenizer))
+    return Tokens(document.name, torch.tensor(numbers, dtype=torch.int64), ends)
 
 
 class Pass(NamedTuple):
@@ -222,6 +247,7 @@ class EvalPlan:
         left_out: the number of documents that are too short for the lengths.
         recent: the number of tokens that the model as loaded reads for the reference of a protocol that has one, see
             `Protocol.recent`; 0: there is none.
+        note: see `Setting`.
     """
 
     protocol: Protocol
@@ -231,6 +257,7 @@ class EvalPlan:
     documents: tuple[tuple[Tokens, tuple[Span, ...]], ...]
     left_out: int
     recent: int = 0
+    note: str = ""
 
     def passes(self, *, by_length: bool, recent: bool = False) -> list[int]:
         """Return the number of tokens in each pass under one method.
@@ -440,11 +467,25 @@ def prepare(
         if document.ids is not None
     ]
     check_vocabulary(model, without_text)  # before the tokenizer decodes them
-    documents += without_text if tokenizer is None else tokenize(raw, tokenizer)
+    if tokenizer is None:
+        documents += without_text
+    else:
+        default = resolve_protocol(options.get("protocol", "matched")).default_prefix
+        documents += tokenize(raw, tokenizer, bos=bos, default=default)
     check_vocabulary(model, documents)
     plan = make_plan(documents, tokenizer=tokenizer, bos=bos, **options)
     check_prompts(model, (), max(plan.passes(by_length=False)))
-    return plan
+    read = [document for document, _ in plan.documents]
+    unknown = "" if tokenizer is None else warn_of_unknown(read, tokenizer)
+    return replace(plan, note="\n".join(filter(None, (loaded.note, unknown))))
+
+
+def warn_of_unknown(documents: Sequence[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Warn if the tokenizer does not know a part of some texts, and return the warning; see `unknown_note`."""
+    note = unknown_note(documents, tokenizer)
+    if note:
+        warn_caller(note)
+    return note
 
 
 def check_prompts(model: PreTrainedModel, prompts: Iterable[Tensor], longest: int) -> None:

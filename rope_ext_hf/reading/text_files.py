@@ -14,17 +14,20 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rope_ext_hf.errors import CorpusError, short
 from rope_ext_hf.installing import install_command
+from rope_ext_hf.reading.csv_tables import csv_rows, is_list, is_number
 from rope_ext_hf.reading.documents import Document
-from rope_ext_hf.reading.rows import choose_column, read_rows
+from rope_ext_hf.reading.rows import choose_column, mask_column, read_rows
+from rope_ext_hf.reading.text_folders import TextFiles, texts_of_folder
 
 NAME_HELP = (
-    "a string names text: 'stdlib', the path of a UTF-8 text, JSON lines or parquet file, a folder, a pattern such as "
-    "'books/*.txt', or hf:OWNER/NAME. In Python, a text itself is given in a list: [text]"
+    "a string names text: 'stdlib', the path of a UTF-8 text, JSON lines, CSV or parquet file, a folder, a pattern "
+    "such as 'books/*.txt', or hf:OWNER/NAME. In Python, a text itself is given in a list: [text]"
 )
 """What a string may name, for the end of an error message."""
 
@@ -33,45 +36,49 @@ _PROSE = (".txt", ".md", ".rst", ".py")
 _TEXT_MODE: dict[str, Any] = {"encoding": "utf-8-sig", "newline": ""}
 """The arguments of `open` for text: line ends stay as they are, and a byte-order mark is not part of the text."""
 _TEXT_TYPES = ("string", "large_string", "string_view")  # of parquet columns
-_PARQUET_ROWS = 16  # decoded at a time; a row may be a whole book
+_ROWS_AT_ONCE = 16  # decoded at a time; a row may be a whole book
 _MAX_EXPANSION = 100
 """Times its size that a compressed file may expand to; text expands to 3 to 5 times its size."""
+_GIT_LFS = b"version https://git-lfs.github.com/spec/"
+"""The beginning of the file that stands for a large one in a clone, until `git lfs pull` fetches it."""
 _FREE_EXPANSION = 64 * 2**20  # bytes to which any compressed file may expand
 
 _Content = str | Sequence[int]
 
 
-def find_files(source: str) -> tuple[Path, list[Path]]:
-    """Return the files of text that a path or pattern names, sorted, after the folder that their names are relative to.
+def find_files(source: str, *, config: str | None = None, split: str | None = None) -> TextFiles:
+    """Return the files of text that a path or pattern names, sorted.
+
+    Args:
+        source: the path or pattern.
+        config, split: those of a folder that is a data set repository; default: as for hf:OWNER/NAME.
 
     Raises:
-        CorpusError: there is no such file, or the folder has no files of text.
+        CorpusError: there is no such file, or the folder has no files of text, or not these.
     """
     path = Path(source)
     if path.is_file():
-        return path.parent, [path]
+        return TextFiles(path.parent, [path])
     if path.is_dir():
-        files = [file for file in path.rglob("*") if _is_text_of(path, file)]
-        if not files:
+        texts = texts_of_folder(path, _kind, config=config, split=split)
+        if not texts.files:
             suffixes = ", ".join((*_PROSE, *_TABLE_READERS))
-            raise CorpusError(f"the folder {source!r} has no files of text; looked for {suffixes} (also .gz, .zst)")
-        return path, sorted(files, key=lambda file: file.relative_to(path).parts)
+            raise CorpusError(
+                f"the folder {source!r} has no files of text; looked for {suffixes} (also .gz, .zst)"
+                f"{f'. {texts.left_out}' if texts.left_out else ''}"
+            )
+        return texts
     matches = map(Path, glob.glob(source, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute patterns
     files = sorted(match for match in matches if match.is_file())
     if not files:
         raise CorpusError(f"no such text file, folder or pattern: {short(source)!r}; {NAME_HELP}")
-    return Path(os.path.commonpath([file.parent for file in files])), files
+    return TextFiles(Path(os.path.commonpath([file.parent for file in files])), files)
 
 
-def _is_text_of(folder: Path, file: Path) -> bool:
-    """Return whether a file counts as text in a folder.
-
-    It must not be hidden, must have a known suffix, and must not be a link that leads out of the folder.
-    """
-    is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    if is_hidden or not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
-        return False
-    return _suffix(file) in _PROSE or _suffix(file) in _TABLE_READERS
+def _kind(file: Path) -> str | None:
+    """Return how a file in a folder is read, by its suffix: "table" or "prose"; None: it is not read."""
+    suffix = _suffix(file)
+    return "table" if suffix in _TABLE_READERS else "prose" if suffix in _PROSE else None
 
 
 def _suffix(file: Path) -> str:
@@ -110,6 +117,9 @@ def _read_file(file: Path, name: str, column: str | None) -> Iterator[Document]:
     reader = _TABLE_READERS.get(_suffix(file), _read_prose)
     last = ""
     try:
+        with file.open("rb") as begin:
+            if begin.read(len(_GIT_LFS)) == _GIT_LFS:
+                raise CorpusError(f"{str(file)!r} is a pointer of Git LFS without the text; run `git lfs pull` there")
         with _open(file) as stream:
             for place, content in reader(stream, str(file), column):
                 yield Document.from_content(name + place, content)
@@ -232,16 +242,46 @@ def _read_json_list(stream: BinaryIO, where: str, column: str | None) -> Iterato
     yield from read_rows(enumerate(rows, 1), where, column)
 
 
+def _read_csv(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, _Content]]:
+    with io.TextIOWrapper(stream, **_TEXT_MODE) as lines:
+        rows = csv_rows(lines, where)
+        first = next(rows, None)
+        if first is None:
+            return
+        chosen = choose_column({name: not is_number(value) for name, value in first[1].items()}, where, column)
+        if is_list(first[1][chosen]):
+            raise CorpusError(
+                f"{where}: the column {chosen!r} holds lists, which are text in such a file; give token ids as JSON "
+                "lines or parquet"
+            )
+        yield from read_rows(chain([first], rows), where, chosen)
+
+
 def _read_parquet(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, _Content]]:
     table = optional_package("pyarrow.parquet", "files in .parquet").ParquetFile(stream)
-    columns = {field.name: str(field.type) in _TEXT_TYPES for field in table.schema_arrow}
+    chosen, needed = _arrow_columns(table.schema_arrow, where, column)
+    batches = table.iter_batches(_ROWS_AT_ONCE, columns=needed)
+    yield from read_rows(enumerate(_arrow_rows(batches), 1), where, chosen)
+
+
+def _read_arrow(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, _Content]]:
+    """Read a file of Arrow's stream format, as `Dataset.save_to_disk` writes it."""
+    table = optional_package("pyarrow", "files in .arrow").ipc.open_stream(stream)
+    chosen, needed = _arrow_columns(table.schema, where, column)
+    yield from read_rows(enumerate(_arrow_rows(batch.select(needed) for batch in table), 1), where, chosen)
+
+
+def _arrow_columns(schema: Any, where: str, column: str | None) -> tuple[str, list[str]]:
+    """Return the column that holds the text or token ids, and all columns that are needed to read it."""
+    columns = {field.name: str(field.type) in _TEXT_TYPES for field in schema}
     chosen = choose_column(columns, where, column)
-    yield from read_rows(enumerate(_parquet_rows(table, chosen), 1), where, chosen)
+    return chosen, [name for name in (chosen, mask_column(chosen)) if name in columns]
 
 
-def _parquet_rows(table: Any, column: str) -> Iterable[dict[str, Any]]:
-    for batch in table.iter_batches(_PARQUET_ROWS, columns=[column]):
-        yield from batch.to_pylist()
+def _arrow_rows(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    for batch in batches:
+        for start in range(0, len(batch), _ROWS_AT_ONCE):
+            yield from batch.slice(start, _ROWS_AT_ONCE).to_pylist()
 
 
 _TABLE_READERS: dict[str, Callable[[BinaryIO, str, str | None], Iterator[tuple[str, _Content]]]] = {
@@ -249,5 +289,8 @@ _TABLE_READERS: dict[str, Callable[[BinaryIO, str, str | None], Iterator[tuple[s
     ".ndjson": _read_json_lines,
     ".json": _read_json_list,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
 }
 """Readers of files whose rows are documents, by suffix."""

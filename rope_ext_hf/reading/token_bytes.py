@@ -16,14 +16,39 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 
+_CUT = "\ufffd"
+"""What decoders write in place of bytes that are no character."""
 
-def spelled_ends(text: str, tokens: Sequence[str]) -> tuple[int, ...] | None:
+
+def spelled_ends(text: str, tokens: Sequence[str], *, cut: bool = False) -> tuple[int, ...] | None:
     """Return the position in a text, in UTF-8 bytes, where each token ends, by the bytes that their names stand for.
 
     None: these bytes do not spell the text, and `byte_ends` is needed.
+
+    Args:
+        text: the text.
+        tokens: the tokens, as the vocabulary writes them.
+        cut: whether the text was decoded from the tokens, so that it has U+FFFD in place of the bytes of a character
+            that they do not spell as a whole; the ends count the bytes of the tokens.
     """
     spelled = _spelled_ends(text.encode("utf-8"), tokens)
+    if spelled is None and cut and _CUT in text:
+        spelled = _ends_of_cut_text(text, tokens)
     return None if spelled is None else tuple(spelled)
+
+
+def _ends_of_cut_text(text: str, tokens: Sequence[str]) -> list[int] | None:
+    """Return the ends as `spelled_ends` does for a text with U+FFFD in place of incomplete characters."""
+    for parts in (_byte_level(tokens), _byte_fallback(tokens)):
+        if parts is None:
+            continue
+        spelled = b"".join(parts).decode("utf-8", errors="replace")
+        # of several bytes in a row, some decoders write each as U+FFFD if only the last of them are no character
+        shown = re.sub(f"{_CUT}+", lambda run: f".{{1,{len(run[0])}}}", re.escape(text))
+        if (match := re.fullmatch(f"( ?){shown}", spelled, re.DOTALL)) is not None:  # tokenizers add a space
+            surplus = len(match[1])
+            return [max(0, end - surplus) for end in accumulate(map(len, parts))]
+    return None
 
 
 def byte_ends(text: str, tokens: Sequence[str], offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:

@@ -268,7 +268,7 @@ def test_a_loss_that_is_not_finite_is_named_not_averaged_away() -> None:
 
 def test_a_document_is_cut_as_if_it_began_with_bos() -> None:
     class Tokenizer:
-        bos_token_id = 2
+        bos_token_id, unk_token_id = 2, None
 
         def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
             return {"input_ids": [2, 5] if add_special_tokens else [5]}

@@ -162,6 +162,7 @@ def test_the_text_and_the_prefix_count_not_only_the_ids_that_are_read() -> None:
     assert fingerprint(given) == fingerprint(documents())
 
 
+@pytest.mark.filterwarnings("ignore:the tokenizer drops:UserWarning")  # of shifted ids
 def test_the_tokenizer_of_a_prompt_counts() -> None:
     model = build("llama", vocab_size=400)
     options: dict[str, Any] = {"lengths": [128], "depths": [0, 1], "trials": 2, "distractors": 3, "task": "key-value"}

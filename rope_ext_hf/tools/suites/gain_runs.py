@@ -17,8 +17,9 @@ from rich.text import Text
 
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, text_of
+from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, text_of, warn_of_unknown
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label
 from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
@@ -241,6 +242,7 @@ def _plan(
     haystack: list[str] | None = None
     if question.haystack is not None:
         haystack = [text_of([document], text_tokenizer) for document in load(question.haystack)]
+    warn_of_unknown([Document("", text) for text in (*contexts, *(haystack or ()))], text_tokenizer)
     token_rows = {}
     for row in chosen:
         place = contexts.index(row.context)

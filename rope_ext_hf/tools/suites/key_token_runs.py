@@ -22,7 +22,7 @@ from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import check_vocabulary, prefix_tokens, tokenize, with_prefix
+from rope_ext_hf.reading.spans import check_vocabulary, prefix_tokens, tokenize, warn_of_unknown, with_prefix
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label
 from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
@@ -221,6 +221,7 @@ def _plan_keys(
             "than the long one; give longer lengths or a smaller --key-window"
         )
     check_vocabulary(evaluator, [document for document, _ in documents])
+    warn_of_unknown([document for document, _ in documents], tokenizer)
     measurement = _KeyTokenMeasurement(documents, prefix_tokens(tokenizer, None), setting, longest)
     _warn_of_reach(evaluator, max(measurement.passes))
     return RunPlan(measurement, plan.data, chunk=plan.chunk, offload_cache=plan.offload_cache)

@@ -22,7 +22,7 @@ from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import disk_errors, write_text
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.spans import text_of
+from rope_ext_hf.reading.spans import text_of, warn_of_unknown
 from rope_ext_hf.tools.suites.base import list_suites, suite
 from rope_ext_hf.tools.suites.task_prompts import template_tokens
 
@@ -95,13 +95,15 @@ class SuiteTask(ConfigurableTask):  # type: ignore[misc]
                 """give it in --metadata, such as '{"tokenizer": "DIR"}'"""
             )
         tokenizer = load_tokenizer(source)
+        haystack = load(settings.get("haystack", "stdlib"))
+        warn_of_unknown(haystack, tokenizer)
         samples = self._suite.samples(
             settings["suite_task"],
             tokenizer,
             length=int(lengths[0]),
             count=int(settings.get("samples", _SAMPLES)),
             seed=int(settings.get("seed", self._suite.seed)),
-            haystack=text_of(load(settings.get("haystack", "stdlib")), tokenizer),
+            haystack=text_of(haystack, tokenizer),
             reserved=template_tokens(tokenizer),
         )
         return {"test": Dataset.from_list(list(map(asdict, samples)))}

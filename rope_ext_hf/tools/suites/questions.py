@@ -75,8 +75,9 @@ class Gain(LengthsQuestion):
 
     data: Any = argument(
         "docstrings",
-        "Rows with the columns context, evidence (a part of the context), question and answer: a file of JSON lines or "
-        "parquet, or hf:OWNER/NAME. Default: docstrings of Python modules that the bundled model was not trained on.",
+        "Rows with the columns context, evidence (a part of the context), question and answer: a file of JSON lines, "
+        "CSV or parquet, or hf:OWNER/NAME. Default: docstrings of Python modules that the bundled model was not "
+        "trained on.",
         parse=anything,
         metavar="ROWS",
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.scorer import Cost, TokenScorer, check_numbers
-from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, text_of
+from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, text_of, warn_of_unknown
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, method_key
 from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
@@ -328,6 +328,7 @@ def _plan(
     seed = suite.seed if question.seed is None else question.seed
     text_tokenizer: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
     documents = load(question.haystack)
+    warn_of_unknown(documents, text_tokenizer)
     chat = question.chat_template == "auto" and bool(getattr(text_tokenizer, "chat_template", None))
     encoder = PromptEncoder(text_tokenizer, chat=chat)
     lengths = sorted(set(question.lengths))

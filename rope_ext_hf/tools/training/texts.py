@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import LateEnds, Tokens
-from rope_ext_hf.reading.spans import tokenize
+from rope_ext_hf.reading.spans import tokenize, warn_of_unknown
 from rope_ext_hf.tools.training.questions import Finetuning
 
 _HELD_OUT = 10  # one document, or one token, in this many is measured instead of trained on
@@ -21,10 +21,13 @@ def split_texts(question: Finetuning, tokenizer: PreTrainedTokenizerBase) -> tup
     With `eval_data`, all of `data` is trained on; without it a part is held out, see `split`.
     """
     documents = tokenize(load(question.data), tokenizer)
+    warn_of_unknown(documents, tokenizer)
     training, held_out = split(documents, _HELD_OUT)
     if question.eval_data is None:
         return training, held_out
-    return training + held_out, tokenize(load(question.eval_data), tokenizer)
+    measured = tokenize(load(question.eval_data), tokenizer)
+    warn_of_unknown(measured, tokenizer)
+    return training + held_out, measured
 
 
 def split(documents: Sequence[Tokens], one_in: int) -> tuple[list[Tokens], list[Tokens]]:
