@@ -62,18 +62,18 @@ def test_modules_for_other_models_stand_together() -> None:
     [
         (
             "patch",
-            "(model, method, *, factor=None, target_length=None, over='own', context_length=None, layers=None, "
+            "(model, method, factor=None, *, target_length=None, over='own', context_length=None, layers=None, "
             "native=False, **params)",
         ),
         ("unpatch", "(model)"),
-        ("patched", "(model, method, **kwargs)"),
+        ("patched", "(model, method, factor=None, **kwargs)"),
         ("describe", "(model)"),
         ("list_methods", "()"),
         ("frequencies", "(method, rotary, *, length=None, **params)"),
         ("fixed_length", "(model, length)"),
         (
             "from_pretrained",
-            "(path, method=None, *, auto_class=None, factor=None, target_length=None, over='own', context_length=None, "
+            "(path, method=None, factor=None, *, auto_class=None, target_length=None, over='own', context_length=None, "
             "layers=None, native=False, **kwargs)",
         ),
         ("apply_rotary_pos_emb", "(x, cos, sin)"),
