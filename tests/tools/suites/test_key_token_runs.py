@@ -212,6 +212,7 @@ def _digest(text: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:100% of the tokens are the tokenizer's unknown token:UserWarning")
 def test_an_evaluator_may_have_another_tokenizer(model: Any, tmp_path: Path) -> None:
     """Tokens of two characters count where both characters are keys of an evaluator that reads single ones."""
     options: dict[str, Any] = {"lengths": [LENGTH // 2], "protocol": "truncate", "tokenizer": pairs(), "methods": []}
