@@ -26,7 +26,7 @@ from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.patches.small_models import small_model
 from rope_ext_hf.patches.temporary import trying
-from rope_ext_hf.patches.weights_at_hand import missing_weights, on_meta_device
+from rope_ext_hf.patches.weights_at_hand import is_offloaded, missing_weights
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, override_angles
 from rope_ext_hf.rotary.key_rotation import KeyLayout, infer_key_layout
 
@@ -61,7 +61,7 @@ def find_key_layouts(model: nn.Module, decoder: nn.Module, slots: Sequence[Patch
         layouts = _layouts_of_small_model(decoder, slots)
         if layouts is not None:
             return layouts
-        if not any(parameter.device.type == "meta" for parameter in model.parameters()) or on_meta_device(model):
+        if not is_offloaded(model):
             raise CacheCannotFollowError(
                 f"how {type(decoder).__name__} keeps its keys could not be found out when it was patched, because "
                 f"{reason}. Patch it again where its weights are whole. {HOLD_ONE_LENGTH}"

@@ -13,11 +13,19 @@ def on_meta_device(model: nn.Module) -> bool:
     One parameter on the meta device is enough: some classes make a few of their parameters on the CPU whatever the
     device is (DiffLlama).
     """
-    without_weights = any(parameter.device.type == "meta" for parameter in model.parameters())
-    return without_weights and not _is_offloaded(model)
+    return _lacks_weights(model) and not _has_hooks(model)
 
 
-def _is_offloaded(model: nn.Module) -> bool:
+def is_offloaded(model: nn.Module) -> bool:
+    """Return whether hooks of accelerate bring weights of a model when they are needed."""
+    return _lacks_weights(model) and _has_hooks(model)
+
+
+def _lacks_weights(model: nn.Module) -> bool:
+    return any(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+def _has_hooks(model: nn.Module) -> bool:
     return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
@@ -28,9 +36,9 @@ def is_partitioned(model: nn.Module) -> bool:
 
 def missing_weights(model: nn.Module) -> str | None:
     """Return why a few tokens should not be run through a model's own weights; None: they are here, whole."""
-    if any(parameter.device.type == "meta" for parameter in model.parameters()):
-        if _is_offloaded(model):
-            return "weights of the model are offloaded, and would all be read for it"
+    if is_offloaded(model):
+        return "weights of the model are offloaded, and would all be read for it"
+    if on_meta_device(model):
         return "the model was read without its weights; patching it with them checks it"
     sharding = sys.modules.get("torch.distributed.tensor")  # without it there are no sharded weights
     if is_partitioned(model) or (

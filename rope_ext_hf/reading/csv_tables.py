@@ -25,7 +25,7 @@ def csv_rows(lines: IO[str], where: str) -> Iterator[tuple[int, dict[str, str]]]
         where: the name of the file, for messages.
 
     Raises:
-        CorpusError: there is no header, a row has more or fewer values than the header, or quotes are wrong.
+        CorpusError: the header is missing, a row has more or fewer values than the header, or its quotes are wrong.
     """
     first = lines.readline()
     delimiter = next((each for each in _DELIMITERS if each in first), ",")

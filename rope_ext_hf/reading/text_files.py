@@ -54,7 +54,7 @@ def find_files(source: str, *, config: str | None = None, split: str | None = No
         config, split: those of a folder that is a data set repository; default: as for hf:OWNER/NAME.
 
     Raises:
-        CorpusError: there is no such file, or the folder has no files of text, or not these.
+        CorpusError: the file does not exist, or the folder has no files of text, or lacks the split or configuration.
     """
     path = Path(source)
     if path.is_file():

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import accumulate
 
 _CUT = "\ufffd"
-"""What decoders write in place of bytes that are no character."""
+"""The character that decoders write in place of bytes that form no character."""
 
 
 def spelled_ends(text: str, tokens: Sequence[str], *, cut: bool = False) -> tuple[int, ...] | None:

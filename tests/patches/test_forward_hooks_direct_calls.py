@@ -162,7 +162,7 @@ def test_hooks_that_offload_may_go(method: str, first: str) -> None:
 @pytest.mark.parametrize("first", ["unwrap", "unpatch"])
 @pytest.mark.parametrize("method", ["yarn", "dynamic-ntk", "dynamic-yarn", "rerope", "jet-long"])
 def test_a_patch_of_a_prepared_model_outlives_its_mixed_precision(method: str, first: str) -> None:
-    """What `prepare` puts around a forward goes with `unwrap_model`, also where the model was patched in between."""
+    """`unwrap_model` removes the forward that `prepare` made, also where the model was patched in between."""
     AcceleratorState._reset_state(reset_partial_state=True)  # of a test before this one
     accelerator, ids = Accelerator(mixed_precision="bf16", cpu=True), tokens(LONG)
     with torch.no_grad():

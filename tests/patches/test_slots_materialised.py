@@ -72,7 +72,7 @@ def test_threads_may_share_the_first_forward_with_weights() -> None:
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "deepseek_v3", "qwen3_moe"])
 @pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn", "dca"])
 def test_a_patch_inside_init_empty_weights(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How the class keeps its keys is found out there as well, although no module made there has weights."""
+    """A patch there also finds out how the class keeps its keys, although no module made there has weights."""
     monkeypatch.setattr(key_layout_probe, "_small_layouts", key_layout_probe._small_layouts.__wrapped__)
     stock, ids = build(name), tokens(60)
     with init_empty_weights():
