@@ -51,6 +51,7 @@ __all__ = [
     "package_table",
     "read_json",
     "resolve_inside",
+    "with_tilde",
     "write_json",
     "write_text",
 ]
@@ -151,6 +152,12 @@ def check_destination(dst: Path, source: Path | None = None) -> None:
         raise FileError(
             f"{str(dst)!r} lies inside the source {str(source)!r}, which is never written to; give a folder outside it"
         )
+
+
+def with_tilde(text: str) -> str:
+    """Return a path or another text with `~` in place of the user's home folder, for files that are given away."""
+    home = str(Path.home())
+    return text if home == os.sep else text.replace(home + os.sep, f"~{os.sep}")
 
 
 def package_table(package: str, name: str) -> dict[str, Any]:

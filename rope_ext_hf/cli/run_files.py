@@ -16,12 +16,13 @@ from rope_ext_hf.cli.console import print_note
 from rope_ext_hf.cli.dataclass_options import FROM_FILE, questions_of
 from rope_ext_hf.cli.options import CONTINUES, command
 from rope_ext_hf.cli.parameters import method_parameters
-from rope_ext_hf.errors import FileError, MethodError, did_you_mean, short
+from rope_ext_hf.errors import FileError, MethodError, did_you_mean, listed, short
 from rope_ext_hf.questions import Argument, kind_of
 
 if TYPE_CHECKING:
-    from rope_ext_hf.runs.run_file import RunFile
+    from rope_ext_hf.runs.run_file import Inputs, RunFile
 
+_ACCEPT = "--accept-changes"
 _NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float}
 
 
@@ -36,8 +37,8 @@ def run(
 
     Every run writes its options into run.yaml in its folder. Options of the same command, and --model, may follow the
     file and override it; --method replaces the methods of the file with their parameters. Results that exist already
-    are shown; with another --out they are measured again. You can also write such a file by hand: its keys are the
-    options.
+    are shown; with another --out they are measured again. A model or text that has changed since ends the command,
+    unless --accept-changes is given. You can also write such a file by hand: its keys are the options.
 
     Example: `rope-ext run examples/runs/perplexity.yaml --max-spans 4`
     """
@@ -53,7 +54,7 @@ def run(
 def _repeat(context: typer.Context, file: RunFile, typed: Sequence[str]) -> None:
     """Run the command that a run file names, with its options; options that were typed override those of the file."""
     from rope_ext_hf.runs.identity import versions_now
-    from rope_ext_hf.runs.run_file import IN_MEMORY
+    from rope_ext_hf.runs.run_file import IN_MEMORY, comparing_inputs
 
     group: Any = context.find_root().command
     functions = _repeatable(group)
@@ -63,7 +64,8 @@ def _repeat(context: typer.Context, file: RunFile, typed: Sequence[str]) -> None
             "run",
             f"no such run: {short(file.command)!r}.{did_you_mean(file.command, functions)} Known runs: {names}",
         )
-    model, options = _model(typed, file.model)
+    accepts_changes = _ACCEPT in typed
+    model, options = _model([word for word in typed if word != _ACCEPT], file.model)
     if not isinstance(model, str):
         in_memory = isinstance(model, dict) and IN_MEMORY in model
         problem = f"was {model[IN_MEMORY]}" if in_memory else "has no name"
@@ -79,8 +81,41 @@ def _repeat(context: typer.Context, file: RunFile, typed: Sequence[str]) -> None
     required = {parameter.name for parameter in repeated.params if parameter.required}
     defaults = {name: str(value) for name, value in values.items() if name in required}
     words = [model, *options]
-    with repeated.make_context(file.command, words, parent=context.parent, default_map=defaults) as inner:
+    expected = {} if accepts_changes else _comparable(file, functions[file.command], typed)
+    with (
+        repeated.make_context(file.command, words, parent=context.parent, default_map=defaults) as inner,
+        comparing_inputs(expected),
+    ):
         repeated.invoke(inner)
+
+
+def _comparable(file: RunFile, function: Callable[..., Any], typed: Sequence[str]) -> Inputs:
+    """Return the digests in a run file without those of inputs that typed options change."""
+    options = {word.partition("=")[0] for word in typed if word.startswith("--")}
+    fields = [
+        described
+        for question in questions_of(function)
+        if question.command == file.command
+        for described in question.described_fields()
+    ]
+    of_text = {name for field, argument in fields for name in _option_names(field, argument)}
+    overridden = {
+        "the model": options & {"--model", "--revision", "--dtype"},
+        "the text": options & {"--model", *of_text},
+    }
+    for name, by in overridden.items():
+        if by and file.inputs:
+            print_note("inputs", f"{name} is not compared with that of the run file, because of {listed(sorted(by))}")
+    changed = tuple(name for name, by in overridden.items() if by)
+    return {
+        kind: {name: digest for name, digest in digests.items() if not name.startswith(changed)}
+        for kind, digests in file.inputs.items()
+    }
+
+
+def _option_names(field: dataclasses.Field[Any], argument: Argument) -> tuple[str, ...]:
+    """Return the names under which a field can be typed."""
+    return argument.names or (f"--{field.name.replace('_', '-')}",)
 
 
 def _repeatable(group: Any) -> dict[str, Callable[..., Any]]:

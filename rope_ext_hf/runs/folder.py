@@ -18,7 +18,7 @@ from rope_ext_hf.runs.labels import Method, method_key
 from rope_ext_hf.runs.measurement import Cell, RunContents
 from rope_ext_hf.runs.run import Run
 
-__all__ = ["exclusive", "other_settings", "read_run"]
+__all__ = ["exclusive", "identifying", "other_settings", "read_run", "setting_name"]
 
 SETTINGS = "run.json"
 
@@ -127,6 +127,26 @@ def _check_setting(setting: dict[str, Any], setting_class: type) -> None:
     for name, value in setting.items():
         if type(value).__name__ != types[name]:
             raise ValueError(f"'setting': {name} must be {types[name]}, got {short(repr(value))}")
+
+
+def identifying(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those settings that the numbers depend on: all but the place from which the model was loaded."""
+    return {name: value for name, value in settings.items() if name != "model"}
+
+
+_NAMES = {
+    **dict.fromkeys(("weights", "parameters", "patches", "of_patch", "loaded"), "the model"),
+    **dict.fromkeys(("basis", "context_length"), "what the methods extend"),
+    **dict.fromkeys(("text", "items", "cell_texts"), "the text"),
+    **dict.fromkeys(("setting", "per_cell", "tokens"), "the protocol"),
+    **{"cells": "the lengths", "kind": "the kind of measurement", "code": "the source of the packages"},
+    **{"data": "the name of the text", "over": "--over", "threads": "the number of threads"},
+}
+
+
+def setting_name(setting: str) -> str:
+    """Return what messages call a setting of a run: "the model" for `weights`; other names stay as they are."""
+    return _NAMES.get(setting, setting)
 
 
 def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ from torch import nn
 
 from rope_ext_hf import __version__
 from rope_ext_hf.errors import FileError
-from rope_ext_hf.files import read_json, write_json
+from rope_ext_hf.files import read_json, with_tilde, write_json
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.static import Default
@@ -60,12 +60,12 @@ def provenance(model: Any, data: str) -> dict[str, Any]:
     """
     parameter = next(model.parameters())
     return {
-        "model": model.name_or_path,
+        "model": with_tilde(model.name_or_path),
         "parameters": model.num_parameters(),
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
-        "data": data,
+        "data": with_tilde(data),
         "python": platform.python_version(),
         "versions": versions_now(),
     }

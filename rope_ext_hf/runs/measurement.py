@@ -93,6 +93,7 @@ class Measurement(ABC):
         takes_outputs: whether it takes the outputs of the decoder (`TokenScorer.outputs_together`), which an engine in
             place of transformers does not give.
         weight_bytes: the size of weights that it holds on the model's device beside those of the model.
+        changes_daily: why the same call reads another text on another day; empty: it does not.
         all_cells: the cells of every item, if all items have the same. A cell is a context length, alone or with a
             depth, a distance or a task.
     """
@@ -106,6 +107,7 @@ class Measurement(ABC):
     by_layer: ClassVar[bool] = False
     takes_outputs: bool = False
     weight_bytes: int = 0
+    changes_daily: str = ""
     all_cells: Sequence[Cell]
 
     def passes_under(self, method: RopeMethod | None, rotary: Rotary) -> Sequence[int]:

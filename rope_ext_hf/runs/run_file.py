@@ -1,10 +1,11 @@
-"""A run as a YAML file: the options of the command, the model with its revision, and the versions of the packages.
+"""A run as a YAML file: the command with its options, package versions, and digests of the model and the text.
 
     run: ppl
     model: reference
     lengths: [256, 1024]
     method: [yarn]
     factor: [4]
+    inputs: {perplexity: {the model: d81a7ce491846430, the text: 9d1009d1a8398c5d}}
     format: 1
 
 Every run leaves such a file beside its results, and `rope-ext run FILE` repeats it. The keys are the options of the
@@ -14,15 +15,18 @@ depend on any kind of run. A file may hold several runs, one after the other, wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rope_ext_hf.errors import FileError, MethodError, RopeExtError, did_you_mean, one_line, short
-from rope_ext_hf.files import PlainLoader, write_text
+from rope_ext_hf.errors import FileError, MethodError, RopeExtError, did_you_mean, listed, one_line, short
+from rope_ext_hf.files import PlainLoader, with_tilde, write_text
 from rope_ext_hf.hub import model_commit
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import method_from_dict
@@ -38,13 +42,17 @@ from rope_ext_hf.runs.journal import read_plain
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["RunFile", "run_file"]
+__all__ = ["Inputs", "RunFile", "check_inputs", "comparing_inputs", "inputs_of", "run_file"]
+
+Inputs = Mapping[str, Mapping[str, str]]
+"""Digests of what a run read, by the kind of run and by what messages call them: "the model", "the text"."""
 
 RUN_FILE = "run.yaml"  # the name of the file in a run's folder
 IN_MEMORY = "in_memory"
 """The only key of a value that no file can hold, such as a list of texts; it says what the value was."""
 _FORMAT = 1  # the format that is written
 _MOST_BYTES = 1_000_000
+_DIGITS = 16  # of a digest
 _HEAD = "# To repeat this run: rope-ext run FILE. Its options override, e.g. --out again\n"
 
 
@@ -58,6 +66,8 @@ class RunFile:
             can name the model.
         options: all other options, by their names in Python.
         versions: the versions of the packages that the run was measured with.
+        inputs: digests of the model and the text that were measured; empty in a file that was written by hand.
+        in_memory: whether the model was given in memory, so that its weights may differ from those in its folder.
         lines: the line number of each key in the file `source`.
         source: the file that this run was read from; None: it was not read from a file.
     """
@@ -66,6 +76,8 @@ class RunFile:
     model: Any
     options: dict[str, Any]
     versions: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)
+    in_memory: bool = field(default=False, compare=False)
     lines: dict[str, int] = field(default_factory=dict, compare=False)
     source: Path | None = field(default=None, compare=False)
 
@@ -74,7 +86,9 @@ class RunFile:
         values = {"run": self.command, "model": self.model}
         if "revision" in self.options:
             values["revision"] = self.options["revision"]
-        values |= {**self.options, "versions": self.versions, "format": _FORMAT}
+        values |= {**self.options, "versions": self.versions}
+        values |= {"inputs": self.inputs} if self.inputs else {}
+        values |= {"format": _FORMAT}
         plain = _plain(values)
         return str(yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100))
 
@@ -95,8 +109,12 @@ class RunFile:
 
     @property
     def request(self) -> str:
-        """The text without package versions; it is equal for two runs with the same command, model and options."""
-        return replace(self, versions={}).text()
+        """The text without versions and digests; it is equal for two runs with the same command, model and options."""
+        return replace(self, versions={}, inputs={}).text()
+
+    def with_inputs(self, kind: str, digests: Mapping[str, str]) -> RunFile:
+        """Return this file with digests of what a run of one kind reads, by what messages call them."""
+        return replace(self, inputs=self.inputs | {kind: {name: value[:_DIGITS] for name, value in digests.items()}})
 
     def mistake(self, key: str, text: str) -> FileError:
         """Return an error with a message that names the file, and the line on which a key stands."""
@@ -132,7 +150,7 @@ def run_file(
         stated |= {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
     stated |= {"revision": commit} if commit else {}
     stated.pop("model", None)
-    return RunFile(question.command, name, stated, versions_now())
+    return RunFile(question.command, name, stated, versions_now(), in_memory=not isinstance(model, (str, Path)))
 
 
 def _stated(question: Question) -> dict[str, Any]:
@@ -162,7 +180,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value if isinstance(value, (str, int, float, type(None))) else str(value)
+    return value if isinstance(value, (int, float, type(None))) else with_tilde(str(value))
 
 
 def _name_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Any:
@@ -187,11 +205,45 @@ def _name_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
     return "reference" if name == str(folder_of("reference")) else name
 
 
+_EXPECTED: ContextVar[Inputs | None] = ContextVar("_EXPECTED", default=None)
+
+
+def inputs_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digests of what a run reads, by what messages call them, from its settings."""
+    return {"the model": settings["weights"], "the text": settings["text"]}
+
+
+@contextmanager
+def comparing_inputs(expected: Inputs) -> Iterator[None]:
+    """Inside the `with` block, let `check_inputs` compare what is measured with the digests in a run file."""
+    token = _EXPECTED.set(expected)
+    try:
+        yield
+    finally:
+        _EXPECTED.reset(token)
+
+
+def check_inputs(kind: str, digests: Mapping[str, str]) -> None:
+    """Raise FileError if a run file is being repeated, and what it measured has changed since.
+
+    Args:
+        kind: the kind of run.
+        digests: those of what it is about to read, by what messages call them, such as "the text".
+    """
+    expected = (_EXPECTED.get() or {}).get(kind, {})
+    changed = [name for name, digest in expected.items() if digests.get(name, digest)[:_DIGITS] != digest]
+    if changed:
+        raise FileError(
+            f"{listed(changed)} changed since this run file was written, so that its numbers would not be repeated. "
+            "To measure what is there now: --accept-changes"
+        )
+
+
 def how_to_repeat(folder: Path) -> tuple[str, str]:
     """Return the command that repeats the runs in a folder, and the text of its run.yaml; empty if it has none."""
     path = folder / RUN_FILE
     try:
-        return shell_line(["run", str(path)]), "---\n".join([file.text() for file in read_run_files(path)])
+        return with_tilde(shell_line(["run", str(path)])), "---\n".join([file.text() for file in read_run_files(path)])
     except FileError:
         return "", ""
 
@@ -204,7 +256,7 @@ def read_run_files(path: str | Path) -> list[RunFile]:
     Raises:
         FileError: the file cannot be read, or is not a run file; the message names the line.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     path = path / RUN_FILE if path.is_dir() else path
     text = read_plain(path, _MOST_BYTES)
     try:
@@ -231,7 +283,7 @@ def _read(node: Any, path: Path) -> RunFile:
             raise _mistake(path, line, f"{short(key)!r} is given twice, first in line {lines[key]}; remove one of them")
         lines[key] = line
         try:
-            values[key] = _with_methods(loader.construct_object(value_node, deep=True))
+            values[key] = _from_plain(loader.construct_object(value_node, deep=True))
         except MethodError as error:
             raise _mistake(path, line, str(error)) from error
     begin = node.start_mark.line + 1
@@ -246,16 +298,29 @@ def _read(node: Any, path: Path) -> RunFile:
     versions = values.pop("versions", None) or {}
     if not isinstance(versions, dict):
         raise _mistake(path, lines["versions"], "'versions' must hold names and versions, e.g. {torch: 2.9.0}")
+    inputs = values.pop("inputs", None) or {}
+    if not isinstance(inputs, dict) or not all(isinstance(digests, dict) for digests in inputs.values()):
+        raise _mistake(path, lines["inputs"], "'inputs' must hold digests by kind of run; remove it to compare nothing")
     command, model = str(values.pop("run")), values.pop("model")
-    return RunFile(command, model, values, {str(k): str(v) for k, v in versions.items()}, lines, path)
+    return RunFile(
+        command,
+        model,
+        values,
+        {str(name): str(version) for name, version in versions.items()},
+        {str(kind): {str(name): str(digest) for name, digest in by_name.items()} for kind, by_name in inputs.items()},
+        lines=lines,
+        source=path,
+    )
 
 
-def _with_methods(value: Any) -> Any:
-    """Convert the dicts that stand for methods inside a value, which `_plain` wrote, back to methods."""
+def _from_plain(value: Any) -> Any:
+    """Convert what `_plain` wrote back: dicts that stand for methods, and `~` for the user's home folder."""
     if isinstance(value, list):
-        return [_with_methods(item) for item in value]
+        return [_from_plain(item) for item in value]
     if isinstance(value, dict) and "method" in value:
         return method_from_dict(value)
+    if isinstance(value, str) and value.startswith(f"~{os.sep}"):
+        return str(Path(value).expanduser())
     return value
 
 

@@ -28,14 +28,24 @@ from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.patches.temporary import evaluating
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.runs import journal
-from rope_ext_hf.runs.folder import SETTINGS, check_settings, exclusive, other_settings, read_run, results_from_records
+from rope_ext_hf.runs.earlier_runs import warn_if_begun_anew
+from rope_ext_hf.runs.folder import (
+    SETTINGS,
+    check_settings,
+    exclusive,
+    identifying,
+    other_settings,
+    read_run,
+    results_from_records,
+    setting_name,
+)
 from rope_ext_hf.runs.identity import Basis, find_basis, model_key, provenance
 from rope_ext_hf.runs.kinds import run_kind
 from rope_ext_hf.runs.labels import Method, label, method_key
 from rope_ext_hf.runs.measurement import Cell, RunPlan
 from rope_ext_hf.runs.report import write_files
 from rope_ext_hf.runs.run import Run
-from rope_ext_hf.runs.run_file import RunFile
+from rope_ext_hf.runs.run_file import RunFile, check_inputs, inputs_of
 from rope_ext_hf.runs.workers import Workers
 
 if TYPE_CHECKING:
@@ -241,7 +251,8 @@ def carry_out(
         The run, with the results of these methods.
 
     Raises:
-        FileError: another process is writing this run, the folder is damaged, or a file cannot be written.
+        FileError: another process is writing this run, the folder is damaged, a file cannot be written, or a run file
+            is repeated whose model or text has changed.
         MethodError: one of the workers has another text, model, method or protocol.
         RopeExtError: one of the workers has ended.
     """
@@ -259,21 +270,25 @@ def carry_out(
             results = results_from_records(kind, measurement.setting, measurement.contents, records)
             return _in_unit(Run(None, settings, results, kind), plan)
         settings = check_settings(json.loads(json.dumps(settings)))
+        inputs = inputs_of(settings)
+        check_inputs(measurement.kind, inputs)
         if workers.count > 1:
             workers.agree(_in_words(settings, job))
-        name, digest = Path(settings["model"]).name or "model", json_digest(_key(settings))[:10]
+        name, digest = Path(settings["model"]).name or "model", json_digest(identifying(settings))[:10]
         folder = Path(out) / f"{name}-{measurement.kind}-{digest}"
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with exclusive(folder, workers.rank):
             if workers.rank == 0:
+                if file is not None and not (folder / SETTINGS).exists():
+                    warn_if_begun_anew(file, folder, settings, measurement.changes_daily)
                 _write_settings(folder, settings)
             with disk_errors(folder):
                 # processes on different machines must share a disk: the inode of the folder is the same there
                 workers.agree({"the folder of --out": str(folder.stat().st_ino)})
             _write_settings(folder, settings)
             if file is not None and workers.rank == 0:
-                file.write(folder, beside_others=True)
+                file.with_inputs(measurement.kind, inputs).write(folder, beside_others=True)
             _add_to_folder(job, folder, workers, listener)
             workers.agree()
             run = _in_unit(read_run(folder), plan)
@@ -322,7 +337,7 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
     path = folder / SETTINGS
     if os.path.lexists(path):
         try:
-            if not other_settings(_key(parse_json_object(journal.read_plain(path))), _key(settings)):
+            if not other_settings(identifying(parse_json_object(journal.read_plain(path))), identifying(settings)):
                 return
         except (ValueError, RecursionError):
             pass
@@ -330,27 +345,11 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
     write_text(path, json.dumps(settings, indent=1) + "\n")
 
 
-def _key(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return those settings that the numbers depend on: all but the place from which the model was loaded."""
-    return {name: value for name, value in settings.items() if name != "model"}
-
-
-_WORDS = {
-    **dict.fromkeys(("weights", "parameters", "patches", "of_patch", "loaded"), "the model"),
-    **dict.fromkeys(("basis", "context_length"), "what the methods extend"),
-    **dict.fromkeys(("text", "items", "cell_texts"), "the text"),
-    **dict.fromkeys(("setting", "per_cell", "tokens"), "the protocol"),
-    **{"cells": "the lengths", "kind": "the kind of measurement", "code": "the source of the packages"},
-    **{"data": "the name of the text", "over": "--over"},
-}
-"""What a message calls the settings of a run."""
-
-
 def _in_words(settings: dict[str, Any], job: _Job) -> dict[str, str]:
     """Return what all processes of a run must have in common, by its name in messages; long values become digests."""
     values: dict[str, list[Any]] = {}
-    for name, value in _key(settings).items():
-        values.setdefault(_WORDS.get(name, name), []).append(value)
+    for name, value in identifying(settings).items():
+        values.setdefault(setting_name(name), []).append(value)
     values["the methods"] = [[label(saved), saved] for _, saved in job.methods.values()]
     values["--chunk"], values["--offload-cache"] = [job.plan.chunk], [job.plan.offload_cache]
     return {name: _short(group[0] if len(group) == 1 else group) for name, group in values.items()}

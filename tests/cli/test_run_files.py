@@ -6,11 +6,13 @@ import hashlib
 import inspect
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.cli.dataclass_options import questions_of
@@ -94,6 +96,76 @@ def check_repeated(
     assert len(first) > 3, first
     assert second == first
     assert read_run_files(again / file.relative_to(once)) == read_run_files(file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_text_or_model_is_not_measured_unasked(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_changes_are_refused(kind, KINDS[kind], tmp_path, monkeypatch)
+
+
+def check_changes_are_refused(
+    kind: str, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *again_with: str
+) -> None:
+    """A run file must not be repeated in silence once its model, or its text if it names one, has changed."""
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(kind, "model", *options)
+    assert code == 0, err
+    files = sorted(tmp_path.rglob("run.yaml"), key=lambda path: len(path.parts))
+    file = next(each for each in files if read_run_files(each)[0].command == kind)
+    file = Path(shutil.copy(file, tmp_path / "repeated.yaml"))
+    out = ["--out", "again"]
+    if kind == "extend":  # it refuses a folder of its own that another model was patched into
+        out = []
+        shutil.rmtree(tmp_path / "model-128")
+    runs = {each.parent for each in tmp_path.rglob("run.yaml")}
+
+    def refused(name: str) -> None:
+        code, _, err = run("run", file, *again_with, *out)
+        assert code == 2, err
+        assert f"{name} changed since this run file was written" in err.replace(" (weights, config or adapter)", "")
+        assert {each.parent for each in tmp_path.rglob("run.yaml")} == runs
+
+    if {"--data", "--haystack"} & {*options}:
+        before = {path: path.read_text(encoding="utf-8") for path in (tmp_path / "texts").iterdir()}
+        for path, text in before.items():
+            path.write_text(text.replace("return", "yield"), encoding="utf-8")
+        refused("the text")
+        for path, text in before.items():
+            path.write_text(text, encoding="utf-8")
+    weights = tmp_path / "model" / "model.safetensors"
+    changed = load_file(weights)
+    changed["model.norm.weight"] = changed["model.norm.weight"] * 1.01
+    save_file(changed, weights, metadata={"format": "pt"})
+    refused("the model")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the same command was run before", UserWarning)
+        code, _, err = run("run", file, *again_with, *out, "--accept-changes")
+    assert code == 0, err
+
+
+@pytest.mark.slow
+def test_inputs_that_options_override_are_said_not_to_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run("ppl", "model", *KINDS["ppl"])[0] == 0
+    (file,) = tmp_path.rglob("run.yaml")
+    (tmp_path / "texts" / "0.txt").write_text("x" * 1000, encoding="utf-8")
+    code, _, err = run("run", file, "--max-spans", "2")
+    assert code == 0, err
+    assert "the text is not compared with that of the run file, because of --max-spans" in err
+    assert "the model is not compared" not in err
+    code, _, err = run("run", file, "--method", "ntk", "--out", "again")
+    assert code == 2
+    assert "the text changed" in err
+    code, _, err = run("run", file, "--max-spans", "2", "--dtype", "bfloat16", "--out", "again")
+    assert code == 0, err
+    assert "the model is not compared with that of the run file, because of --dtype" in err
 
 
 BY_HAND = """\

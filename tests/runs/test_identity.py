@@ -24,7 +24,7 @@ from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.spans import prepare
 from rope_ext_hf.runs import identity, runner
-from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.folder import identifying, read_run
 from rope_ext_hf.runs.identity import find_basis, model_key
 from rope_ext_hf.runs.labels import label
 from rope_ext_hf.runs.measurement import RunPlan
@@ -283,7 +283,7 @@ def test_another_path_is_the_same_run_and_a_foreign_run_file_is_refused(tmp_path
     runner._write_settings(tmp_path, settings)
     runner._write_settings(tmp_path, settings | {"model": "elsewhere"})
     assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8")) == settings
-    assert runner._key(settings) == runner._key(settings | {"model": "elsewhere"})
+    assert identifying(settings) == identifying(settings | {"model": "elsewhere"})
     with pytest.raises(rope.FileError, match="describes another run"):
         runner._write_settings(tmp_path, settings | {"weights": "others"})
 

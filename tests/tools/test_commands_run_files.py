@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers.utils.chat_template_utils as chat_templates
+from transformers import AutoTokenizer
 
 from rope_ext_hf.plug_ins import plug_in_names
+from rope_ext_hf.tools.suites import tasks
 from tests.cli.test_evaluation_dry_runs import check_dry_run, write_inputs_without_weights
-from tests.cli.test_run_files import TEXT, asking, check_repeated
+from tests.cli.test_run_files import TEXT, asking, check_changes_are_refused, check_repeated
 from tests.support.commands import run
+from tests.support.inputs import write_model
 
 MORE = (*TEXT, "--eval-data", "held-out/*.txt", "--max-spans", "2")
 TRAINED = ("--train-all", "--accumulate", "1")
@@ -34,6 +40,37 @@ def test_every_kind_has_a_case() -> None:
 )
 def test_the_file_of_a_run_repeats_it(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_repeated(kind, KINDS[kind], tmp_path, monkeypatch, *["--yes"] * (kind == "extend"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*would load .* and run another model:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_text_or_model_is_not_measured_unasked(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_changes_are_refused(kind, KINDS[kind], tmp_path, monkeypatch, *["--yes"] * (kind == "extend"))
+
+
+def test_a_date_in_the_chat_template_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    tokenizer.chat_template = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained("model")
+
+    def ask() -> None:
+        tasks("model", suite="json-kv", lengths=[768], samples=2, score="rank", out="runs")
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Clock:
+            return cls(2036, 1, 1)
+
+    ask()
+    monkeypatch.setattr(chat_templates, "datetime", Clock)
+    with pytest.warns(UserWarning, match=r"begins anew.*the text.* changed \(the chat template states today's date\)"):
+        ask()
 
 
 def test_a_file_with_two_lengths_of_a_training_is_one_line(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def extend(
 
     Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
     """
-    from rope_ext_hf.runs.run_file import run_file
+    from rope_ext_hf.runs.run_file import inputs_of, run_file
     from rope_ext_hf.tools.advice.advising import check_purpose
     from rope_ext_hf.tools.advice.extending import carries, judge, plan_extension
     from rope_ext_hf.tools.advice.extending import dry_run as dry_command
@@ -107,7 +107,10 @@ def extend(
             if exists:  # else the card was written with the folder
                 write_card(out, runs, trust_remote_code=load.trust_remote_code)
             print_text(f"  written to        {out / CARD}")
-        run_file(question, model, load, out=plan.out).write(out)
+        file = run_file(question, model, load, out=plan.out)
+        for run in runs:
+            file = file.with_inputs(run.kind.name, inputs_of(run.settings))
+        file.write(out)
         serving = serving_config(plan.out, plan.engine, server=question)
         print_text(f"\n$ {plan.commands['serve-config']}\n{serving}")
     if as_json:

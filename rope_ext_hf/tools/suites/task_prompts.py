@@ -49,6 +49,12 @@ class PromptEncoder:
         self._prefix = () if chat else prefix_tokens(tokenizer, None)
         self.reserved = template_tokens(tokenizer) if chat else max(0, len(self._prefix) - 1)
 
+    @property
+    def changes_daily(self) -> str:
+        """Why the same prompts become other tokens on another day; empty if they do not."""
+        dated = self.chat and "strftime_now" in str(self.tokenizer.chat_template)
+        return "the chat template states today's date" if dated else ""
+
     def encode(self, sample: Sample, candidates: Sequence[str], extra_tokens: int) -> TaskPrompt:
         """Return a prompt as token ids; `candidates` are the answers to rank, if answers are ranked.
 

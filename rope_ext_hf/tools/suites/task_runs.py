@@ -211,10 +211,11 @@ class _TaskMeasurement(Measurement):
         score: Callable[[str, Sequence[str], Sequence[str]], float],  # takes the answer, references and wrong answers
         decode: Callable[[Tensor], str],  # makes text of generated token ids
         stop: Collection[int],  # token ids that end an answer
+        changes_daily: str,  # as `Measurement` describes it
     ) -> None:
         self.setting, self.prompts = setting, dict(sorted(prompts.items()))
         self.all_cells = list(self.prompts)
-        self.score, self.decode, self.stop = score, decode, stop
+        self.score, self.decode, self.stop, self.changes_daily = score, decode, stop, changes_daily
         all_prompts = list(chain.from_iterable(self.prompts.values()))
         self.items = [f"sample {index}" for index in range(len(all_prompts) // len(self.prompts))]
         self.passes = [prompt.tokens for prompt in all_prompts]
@@ -352,7 +353,8 @@ def _plan(
     check_prompts(model, texts, max(prompt.tokens for prompt in all_prompts))
     chance = fmean(1 / len(prompt.candidates) if prompt.candidates else 0.0 for prompt in all_prompts)
     setting = TaskSetting(question.suite, ",".join(names), score_by, seed, encoder.chat, question.extra_tokens, chance)
-    measurement = _TaskMeasurement(setting, prompts, suite.score, encoder.decode, stop_tokens(model, text_tokenizer))
+    stop = stop_tokens(model, text_tokenizer)
+    measurement = _TaskMeasurement(setting, prompts, suite.score, encoder.decode, stop, encoder.changes_daily)
     return RunPlan(measurement, f"suite {question.suite} in {documents.source}", **settings)
 
 

@@ -24,7 +24,7 @@ from transformers.integrations import get_available_reporting_integrations
 from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError, duration
 from rope_ext_hf.eval.measuring import passkey, perplexity
 from rope_ext_hf.eval.perplexity_runs import Result, difference
-from rope_ext_hf.files import disk_errors, json_text, write_text
+from rope_ext_hf.files import disk_errors, json_text, with_tilde, write_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.patches.describing import describe
@@ -37,7 +37,7 @@ from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.runs.folder import exclusive
 from rope_ext_hf.runs.identity import digest_inputs
 from rope_ext_hf.runs.run import Run
-from rope_ext_hf.runs.run_file import RunFile, run_file
+from rope_ext_hf.runs.run_file import RunFile, check_inputs, run_file
 from rope_ext_hf.runs.runner import Progress
 from rope_ext_hf.runs.statistics import estimate_share, estimate_share_change
 from rope_ext_hf.terminal import as_wide_as
@@ -133,9 +133,11 @@ def _finetune(
 ) -> FinetuneReport:
     material = training_material(question)
     base = _load(question)
-    open_run(out, _settings(question), digest_inputs(base, material.tokenizer, material.training, material.held_out))
+    inputs = digest_inputs(base, material.tokenizer, material.training, material.held_out)
+    check_inputs(question.command, inputs)
+    open_run(out, _settings(question), inputs)
     origin, file = made_from(question.model, **question.source), run_file(question, question.model, out=out)
-    file.write(out)
+    file.with_inputs(question.command, inputs).write(out)
     run = _FinetuningRun(question, material, out, say, progress, file)
     run.measure("unpatched", base)
     run.measure("patched", patch(base, **question.arguments_of_patch))
@@ -147,7 +149,7 @@ def _finetune(
     with as_wide_as(CARD_COLUMNS):
         findings = report.findings
     write_card(out / "model", run.runs["trained"], name=out.resolve().name, about=findings, **origin)
-    write_text(out / "report.json", json_text(report.to_dict()) + "\n")
+    write_text(out / "report.json", with_tilde(json_text(report.to_dict())) + "\n")
     return report
 
 
