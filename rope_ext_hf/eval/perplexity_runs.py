@@ -165,6 +165,8 @@ class PerplexityRuns(SpanRuns):
     columns = (
         "length",
         "perplexity",
+        "perplexity_low",
+        "perplexity_high",
         "loss_nats",
         "low_nats",
         "high_nats",
@@ -274,6 +276,7 @@ class PerplexityRuns(SpanRuns):
             yield [
                 result.length,
                 result.perplexity,
+                *(None if end is None else exponential(end) for end in (result.low, result.high)),
                 result.loss,
                 result.low,
                 result.high,

@@ -23,11 +23,12 @@ from rope_ext_hf.pictures import html_page as html
 from rope_ext_hf.pictures.charts import WIDE, WIDTH, draw_side_by_side
 from rope_ext_hf.runs.charts import line_chart
 from rope_ext_hf.runs.conclusions import Conclusion, conclude
+from rope_ext_hf.runs.differences import differences
 from rope_ext_hf.runs.findings import Findings
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.merging import findings_of_runs
-from rope_ext_hf.runs.report import page_heading, what_was_read
+from rope_ext_hf.runs.report import differences_section, page_heading, what_was_read
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.run_file import how_to_repeat
 from rope_ext_hf.runs.tables import BEST_NOTE, BEYOND, BEYOND_NOTE, results_table
@@ -189,6 +190,7 @@ class Comparison:
             "conclusion": str(conclusion),
             "best": None if conclusion.best is None else names[conclusion.best],
             "no_significant_difference": [names[key] for key in conclusion.equal],
+            "differences": [difference.to_dict() for difference in differences(self.findings)],
             "measures": [self._measure_dict(measure) for measure in self.measures],
             "agreements": [row._asdict() for row in self.agreements()],
             "runs": [str(run.path) for run in self.runs],
@@ -234,6 +236,7 @@ class Comparison:
             html.side_by_side(chart.svg(*widths) for chart in charts),
             html.paragraph(str(self.conclusion)),
             html.collapsed("The table with 95% confidence intervals", html.html_table(self.table(detailed=True))),
+            differences_section(self.findings),
             html.collapsed("Do the measures agree?", agreement) if agreement else "",
             *map(_run_section, self.runs),
         )

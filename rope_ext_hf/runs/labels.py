@@ -86,7 +86,7 @@ def labels(methods: Iterable[dict[str, Any] | None]) -> dict[str, str]:
 
 
 def short_labels(names: Iterable[str]) -> list[str]:
-    """Return labels shortened to method and factor if they are still unique then; else the labels as they are."""
+    """Return labels shortened to method and factor; those that would not be unique then stay as they are."""
     full = list(names)
-    shortened = [name if name == label(None) else "".join(re.findall(r"^\S+| x[\d.]+$", name)) for name in full]
-    return shortened if len(set(shortened)) == len(full) else full
+    shortened = [name if name == label(None) else "".join(re.findall(r"^\S+| x[\d.]+(?= |$)", name)) for name in full]
+    return [short if shortened.count(short) == 1 else name for name, short in zip(full, shortened, strict=True)]

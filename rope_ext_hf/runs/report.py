@@ -1,4 +1,4 @@
-"""The files of a run that people read: results.json, results.csv, a picture and a self-contained HTML page.
+"""The files of a run that people read: results.json, results.csv, differences.csv, a picture and a page of HTML.
 
 Pages fetch nothing from the network. Since a run's folder may come from somebody else, files are replaced and never
 written through a link, and linked pictures are not embedded. The module `comparison` makes the page for several runs.
@@ -17,21 +17,30 @@ from rope_ext_hf.errors import FileError, capital, one_line, printable
 from rope_ext_hf.files import atomic_file, json_text, write_text
 from rope_ext_hf.pictures import html_page as html
 from rope_ext_hf.pictures.charts import WIDE, WIDTH
+from rope_ext_hf.runs.differences import COLUMNS
+from rope_ext_hf.runs.findings import Findings
 from rope_ext_hf.runs.journal import plain_files, read_plain
 from rope_ext_hf.runs.run import Run, RunDisplay
 from rope_ext_hf.runs.run_file import how_to_repeat
+from rope_ext_hf.runs.tables import differences_tables
 
 
 def write_files(run: Run[Any]) -> None:
-    """Write results.json, results.csv, a picture and report.html into the run's folder, each whole or not at all."""
+    """Write the JSON, the CSV tables, the picture and the page of a run into its folder, each whole or not at all."""
     write_text(run.folder / "results.json", json_text(run.to_dict()) + "\n")
-    text = io.StringIO(newline="")
-    table = csv.DictWriter(text, run.columns)
-    table.writeheader()
-    table.writerows(run.rows())
-    write_text(run.folder / "results.csv", text.getvalue())
+    _write_csv(run.folder / "results.csv", run.columns, run.rows())
+    _write_csv(run.folder / "differences.csv", COLUMNS, run.differences())
     _draw(run, run.folder / f"{run.kind.name}.png")
     write_text(run.folder / "report.html", _page(run))
+
+
+def _write_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as a CSV file with a line of column names."""
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, columns)
+    table.writeheader()
+    table.writerows(rows)
+    write_text(path, text.getvalue())
 
 
 def _draw(run: Run[Any], path: Path) -> None:
@@ -70,6 +79,7 @@ def _page(run: Run[Any]) -> str:
         *map(_embedded, other_pictures),
         html.paragraph(conclusion),
         details,
+        differences_section(run.findings) if run.results else "",
         html.command_section("To repeat or continue it", *how_to_repeat(run.folder)),
         html.collapsed(
             "Everything these numbers depend on",
@@ -77,6 +87,12 @@ def _page(run: Run[Any]) -> str:
             html.as_json(settings | {"methods": methods}),
         ),
     )
+
+
+def differences_section(findings: Findings) -> str:
+    """Return the collapsed part of a page with the differences that its stars rest on; empty where it has no star."""
+    tables = [html.html_table(table) for table in differences_tables(findings)]
+    return html.collapsed("The differences that the stars rest on", *tables) if tables else ""
 
 
 def _summary(run: Run[Any]) -> str:

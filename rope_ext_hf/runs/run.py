@@ -22,6 +22,7 @@ from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.pictures.html_page import html_table, paragraph
 from rope_ext_hf.runs.charts import line_chart
 from rope_ext_hf.runs.conclusions import Conclusion, conclude
+from rope_ext_hf.runs.differences import differences
 from rope_ext_hf.runs.findings import Findings, collect_findings
 from rope_ext_hf.runs.labels import Method, MethodResult, labels, method_key
 from rope_ext_hf.runs.measures import Measure
@@ -42,7 +43,7 @@ class RunDisplay(ABC):
         name: the name of the kind, in run.json and in the names of folders and pictures.
         item: the noun for an item, such as "document".
         per: what follows the noun after a number, such as " per length and depth".
-        columns: the columns of results.csv between the method's label and its parameters.
+        columns: the columns of results.csv between the method's labels and its parameters.
         units: the units in which the numbers can be shown, the default first; empty: there is no choice.
         asks: the question that the page of a run answers, with the places {model} and {inputs}.
     """
@@ -295,19 +296,23 @@ class Run(Generic[R_co]):
     @property
     def columns(self) -> list[str]:
         """The names of the columns of results.csv, in order."""
-        return ["method", *self.kind.columns, "extended_length", "beyond_extended_length", "parameters"]
+        return ["method", "label", *self.kind.columns, "extended_length", "beyond_extended_length", "parameters"]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of results.csv: a dict for each result, with its values by column name."""
         rows = []
         for result, values in zip(self.results, self.kind.rows(self), strict=True):
-            row: dict[str, Any] = {"method": self.names[result.key]}
+            row: dict[str, Any] = {"method": self.names[result.key], "label": self.findings.names[result.key]}
             row |= dict(zip(self.kind.columns, values, strict=True))
             row["extended_length"] = self.extended_lengths[result.key]
             row["beyond_extended_length"] = self.beyond(result)
             row["parameters"] = json.dumps(result.method)
             rows.append(row)
         return rows
+
+    def differences(self) -> list[dict[str, Any]]:
+        """Return the rows of differences.csv: the paired differences between methods that stars rest on."""
+        return [difference.to_dict() for difference in differences(self.findings)] if self.results else []
 
     def to_dataframe(self) -> Any:
         """Return the results as a pandas DataFrame, one row per result, with the columns of results.csv.
@@ -326,9 +331,11 @@ class Run(Generic[R_co]):
         results = []
         for result in self.results:
             extended = {"extended_length": self.extended_lengths[result.key], "beyond": self.beyond(result)}
-            results.append(result.to_dict() | extended)
+            results.append(result.to_dict() | extended | {"label": self.findings.names[result.key]})
         conclusion = str(self.conclusion) if self.results else ""
-        return {"provenance": self.settings, "conclusion": conclusion, "results": results} | self.kind.summary(self)
+        content = {"provenance": self.settings, "conclusion": conclusion, "results": results}
+        content["differences"] = self.differences()
+        return content | self.kind.summary(self)
 
     def __repr__(self) -> str:
         return f"<Run: {self.kind.name} of {self.title}>"

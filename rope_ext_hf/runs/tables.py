@@ -6,6 +6,7 @@ characters escaped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from rope_ext_hf.errors import multiple_text
+from rope_ext_hf.errors import capital, multiple_text
+from rope_ext_hf.runs.differences import best_value, in_unit
+from rope_ext_hf.runs.findings import Findings
+from rope_ext_hf.runs.measures import Measure, perplexity_text
 from rope_ext_hf.runs.run import Run
 
 __all__ = ["BEYOND", "beyond_mark", "length_table", "two_column_table"]
@@ -81,3 +85,51 @@ def beyond_mark(run: Run[Any], result: Any) -> str:
 def _any_beyond(run: Run[Any]) -> bool:
     """Return whether any result in a run is for a length beyond the one that its method was set for."""
     return any(run.beyond(result) for result in run.results)
+
+
+def differences_tables(findings: Findings) -> list[Table]:
+    """Return, for each measure with stars, a table of the differences from the best value of each length."""
+    return [table for measure in findings.measures if (table := _differences_table(findings, measure)) is not None]
+
+
+def _differences_table(findings: Findings, measure: Measure) -> Table | None:
+    """Return the table of differences for one measure; None if it has no star at any length."""
+    lengths = [
+        length
+        for length in sorted({length for row in measure.items.values() for length in row})
+        if findings.starred(measure, length)
+    ]
+    if not lengths:
+        return None
+
+    def text(number: float) -> str:
+        if not math.isfinite(number):
+            return "not finite"
+        if measure.exponential:
+            return f"{number:.3f}" if number < 10 else perplexity_text(number)
+        return f"{100 * number:+.1f}" if measure.shares else f"{number:+{measure.digits}}"
+
+    best = {length: best_value(findings, measure, length) for length in lengths}
+    heads = [f"{length:,}\n{multiple_text(length, findings.context_length)}" for length in lengths]
+    unit = "divided by" if measure.exponential else "minus"
+    of_unit = "" if measure.exponential else " in points" if measure.shares else f" in {measure.unit}"
+    caption = f"the mean difference over {measure.kind_of_item}s, paired, with its 95% confidence interval\n{BEST_NOTE}"
+    view = results_table(
+        f"{capital(measure.name)} {unit} that of the best method of each length{of_unit}", caption, "method", *heads
+    )
+    for key, name in findings.names.items():
+        if key not in measure.items:
+            continue
+        cells = []
+        for length in lengths:
+            change = measure.change((key, length), (best[length], length))
+            star = "*" if key in findings.starred(measure, length) else " "
+            if key == best[length]:
+                cells.append("best*")
+            elif change is None:
+                cells.append("")
+            else:
+                shown = in_unit(measure, change)
+                cells.append(f"{text(shown.value)}{star}{shown.line_below(text)}")
+        view.add_row(Text(name), *map(Text, cells))
+    return view

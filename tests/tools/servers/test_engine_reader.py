@@ -187,7 +187,7 @@ def test_losses_are_those_of_transformers_in_a_run_of_its_own(engine: type[Engin
     assert len(list(tmp_path.iterdir())) == 2
     read_by = f"Read by {engine.name} {engine.version}"
     page = next(path for path in tmp_path.iterdir() if read_by in (path / "report.html").read_text())
-    assert (page / "results.csv").read_text().startswith("method,length,perplexity")
+    assert (page / "results.csv").read_text().startswith("method,label,length,perplexity")
     assert run(*arguments, "--engine", engine.name)[0]["results"] == served["results"]
     assert len(engine.started) == 3  # a run that is complete starts none
 
