@@ -22,6 +22,7 @@ from huggingface_hub import HfApi, ModelInfo, constants, errors, get_session, sn
 
 from rope_ext_hf.errors import CheckpointError, did_you_mean, one_line, short
 from rope_ext_hf.files import MISTRAL_FORMAT, layer_folders, read_json
+from rope_ext_hf.other_formats import format_on_hub
 
 WEIGHT_SUFFIXES = frozenset(
     f".{name}"
@@ -68,7 +69,11 @@ def download(
         chosen = [file for file in _matching(own, patterns) if Path(file).suffix not in WEIGHT_SUFFIXES]
         if weights:
             of_transformers = [file for names in WEIGHT_FILES for file in _weight_files(names, files, fetch)]
-            chosen += of_transformers or _matching(own, ("consolidated.*.pth", *MISTRAL_FORMAT))
+            held = of_transformers or _matching(own, ("consolidated.*.pth", *MISTRAL_FORMAT))
+            known = "" if held else format_on_hub(name, files)
+            if known:
+                raise CheckpointError(f"{name!r} on the Hub holds no weights that transformers loads. {known}")
+            chosen += held
             layers = layer_folders(fetch(["modules.json"])) if "modules.json" in files else ()
             chosen += _matching(own, [f"{escape(layer)}/*" for layer in layers])
             chosen = list(dict.fromkeys(chosen))

@@ -26,6 +26,7 @@ FLOORS = (
     ("errors", "extending", "lazy", "reference"),
     ("bounds", "foreign_logs", "installing", "plug_ins", "terminal"),
     ("files", "questions"),
+    ("other_formats",),
     ("downloads", "gguf_files", "method_choice"),
     ("methods",),
     ("rotary",),

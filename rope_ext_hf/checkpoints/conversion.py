@@ -75,7 +75,8 @@ def convert_checkpoint(
             Llama in Meta's format (params.json); or a GGUF file.
         dst: the new folder. All other files of the source are copied, except for those that hold or may hold
             weights as well, which the report names.
-        to: "half", "interleaved", or "meta" for a Llama in Meta's format.
+        to: "half", "interleaved", "hf" for the one of them that the model's class in transformers runs, or "meta" for a
+            Llama in Meta's format.
         source_pairing: the pairing of the weights now; default: the config's `rope_pairing`, else the one that the
             family's transformers class runs, unless the weights themselves contradict it (see `detect_pairing`).
         force: convert although the weights, by the config, are already in that pairing.
@@ -102,8 +103,8 @@ def convert_checkpoint(
         UnsupportedModelError: a family that the table does not list.
     """
     dst = Path(dst)
-    if to not in (*PAIRINGS, "meta"):
-        raise CheckpointError(f"weights can be converted to {', '.join(PAIRINGS)} or meta, got to={to!r}")
+    if to not in (*PAIRINGS, "hf", "meta"):
+        raise CheckpointError(f"weights can be converted to {', '.join(PAIRINGS)}, hf or meta, got to={to!r}")
     if source_pairing not in (None, *PAIRINGS):
         raise CheckpointError(f"source_pairing must be one of {', '.join(PAIRINGS)}, got {source_pairing!r}")
     check_destination(dst)  # before anything is downloaded
@@ -114,7 +115,7 @@ def convert_checkpoint(
                 "leave out the source pairing (--from) and force (--force)"
             )
         if dequantize is None:
-            line = command_line("convert", src, dst, to="half", dequantize="bfloat16")
+            line = command_line("convert", src, dst, to="hf", dequantize="bfloat16")
             raise CheckpointError(
                 f"{short(str(src))!r} is a GGUF file, whose weights are unpacked in a folder of safetensors, and take "
                 f"several times the space; to do so: `{line}` (float32 is exact, and takes twice the space)"
@@ -124,6 +125,8 @@ def convert_checkpoint(
     if dequantize is not None:
         raise CheckpointError(f"dequantize is for GGUF files, and {short(str(src))!r} is none; leave it out")
     source = open_checkpoint(src, revision=revision, trust_remote_code=trust_remote_code)
+    if to == "hf":
+        to = _pairing_of_class(source)
     if isinstance(source, MetaSource):
         if to == "meta":
             raise CheckpointError(f"{str(src)!r} is in Meta's format already")
@@ -148,6 +151,21 @@ def convert_checkpoint(
     conversion.report = replace(conversion.report, source_pairing=str(settled), notes=notes)
     report = conversion.run(resume=resume, verify=verify, progress=progress)
     return replace(report, verified=f"{report.verified}; {settled.limits}") if verify else report
+
+
+def _pairing_of_class(source: Source | MetaSource) -> str:
+    """Return the pairing that the class of a model in transformers runs; a source in Meta's format becomes a Llama.
+
+    Raises:
+        CheckpointError: it is unknown.
+    """
+    pairing = "half" if isinstance(source, MetaSource) else source.class_pairing
+    if pairing is None:
+        raise CheckpointError(
+            f"it is unknown which pairing the class of the model in {str(source.folder)!r} runs; give --to half or "
+            "--to interleaved"
+        )
+    return pairing
 
 
 class _PairingConversion(Conversion):
@@ -186,6 +204,8 @@ class _PairingConversion(Conversion):
             tensors=len(source.view.tensors),
             bytes=size_of(source.view.tensors),
             loads_natively=loads_natively,
+            heads=source.tensors.head_count("q"),
+            key_heads=source.tensors.head_count("k"),
             notes=notes,
         )
 

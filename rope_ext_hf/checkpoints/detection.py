@@ -20,6 +20,7 @@ from rope_ext_hf.checkpoints.meta_source import open_checkpoint
 from rope_ext_hf.checkpoints.pairing_report import LayerScore, PairingReport, TextLosses
 from rope_ext_hf.checkpoints.pairing_scores import confidence, mean_score, pairing_correlations
 from rope_ext_hf.checkpoints.query_key_weights import RotatedWeights, weights_from_model, weights_from_source
+from rope_ext_hf.checkpoints.right_calls import Call, folder_call, model_call, remedy
 from rope_ext_hf.checkpoints.sampling import evenly_spaced
 from rope_ext_hf.checkpoints.text_losses import compare_losses
 from rope_ext_hf.errors import CheckpointError
@@ -62,17 +63,21 @@ def detect_pairing(
         CorpusError: a text that is too short, or no tokenizer for it.
         UnsupportedModelError: a family that the table does not list.
     """
+    call: Call | None = None  # the rows of a GGUF file are not converted where they are
     if isinstance(path_or_model, nn.Module):
-        weights = weights_from_model(path_or_model)
+        weights, call = weights_from_model(path_or_model), model_call
     elif is_gguf(path_or_model):
         weights = replace(weights_from_model(load_model(path_or_model, dtype="float32")), path=str(path_or_model))
         if text is not None and tokenizer is None:
             tokenizer = load_tokenizer(path_or_model)
     else:
+        call = folder_call(path_or_model, "NEW", revision)
         source = open_checkpoint(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
         weights = weights_from_source(source, str(path_or_model), trust_remote_code=trust_remote_code)
     report = replace(detect_in_weights(weights), consumers=detect_in_consumers(weights))
-    return report if text is None else combine_evidence(report, compare_losses(weights, text, tokenizer))
+    if text is not None:
+        report = combine_evidence(report, compare_losses(weights, text, tokenizer))
+    return report if call is None else replace(report, remedy=remedy(report, weights.runs, call))
 
 
 def detect_in_weights(weights: RotatedWeights) -> PairingReport:

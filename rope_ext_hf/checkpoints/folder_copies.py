@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.checkpoints.source_pairing import check_label
 from rope_ext_hf.checkpoints.weight_folders import check_weights
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import (
@@ -51,6 +52,9 @@ def save_patched_folder(
     as_code: bool = False,
     finish: Callable[[Path], object] = lambda folder: None,
     keep_mistral_format: bool = False,
+    *,
+    name: str | Path | None = None,
+    force: bool = False,
 ) -> None:
     """Write a copy of a model's folder with the config of a patched model, whose weights need not be in memory.
 
@@ -66,10 +70,13 @@ def save_patched_folder(
         as_code: add code by which plain transformers loads the folder; see `write_loading_code`.
         finish: called with the whole copy before it gets its name, for example to write its card.
         keep_mistral_format: copy the files in Mistral's own format too.
+        name: the Hub id that the source was downloaded from, for messages.
+        force: write the copy even if the weights look as if they were in another pairing than the model runs.
 
     Raises:
         CheckpointError: the family keeps its angles in the weights, which are only copied; or `as_code` was given for
-            a folder that needs no code, or for an adapter; or there are no weights, or a file of them is damaged.
+            a folder that needs no code, or for an adapter; or there are no weights, or a file of them is damaged; or
+            they are in another pairing than the model runs.
         FileError: `out` exists or lies inside the source; a file of the source leads out of it, is missing, or changed
             while it was copied; or the disk cannot be written. Nothing is left of `out` then.
     """
@@ -84,6 +91,8 @@ def save_patched_folder(
         raise CheckpointError("an adapter is loaded by PEFT, which runs no code of its folder; publish a whole model")
     names = _copied_files(source, is_adapter=is_adapter)
     check_weights(source, adapter=is_adapter)
+    if not (is_adapter or force):
+        check_label(model, source, name or source)
     if keep_mistral_format:
         names += [file for file in mistral_format_files(source) if file not in names]
     inputs = file_stamps([source / file for file in names])

@@ -41,7 +41,7 @@ class GGUFImport(Conversion):
     Args:
         file: the GGUF file.
         dst: the new folder.
-        to: the pairing to write; it must be the one that the class of transformers runs.
+        to: the pairing to write, which must be the one that the class of transformers runs; or "hf" for that one.
         dequantize: the dtype of the weights to write, by name.
 
     Raises:
@@ -54,9 +54,11 @@ class GGUFImport(Conversion):
         dtype: torch.dtype = entry("dtype", dequantize, _DTYPES)
         self.folder, self.dtype, self.dst = file, dtype, dst
         self.inputs = file_stamps([file])
-        self.plan = {"to": to, "dequantize": dequantize}
         model = load_empty(file)
         pairing = pairing_of(model)
+        if to == "hf":
+            to = pairing or "half"
+        self.plan = {"to": to, "dequantize": dequantize}
         if pairing is not None and to != pairing:
             first = command_line("convert", file, "FOLDER", to=pairing, dequantize=dequantize)
             then = f", then `{command_line('convert', 'FOLDER', dst, to=to)}`" if to in ("meta", "interleaved") else ""
@@ -98,27 +100,37 @@ class GGUFImport(Conversion):
             )
         else:
             source += f"; the weights do not show it: {detected.reason}"
-        notes = [*self.warnings, *self._save_tokenizer(staging)]
-        self.report = replace(self.report, source_pairing=source, notes=tuple(notes))
+        tokenizer, *notes = self._save_tokenizer(staging)
+        self.report = replace(
+            self.report,
+            heads=weights.tensors.head_count("q"),
+            key_heads=weights.tensors.head_count("k"),
+            tokenizer=tokenizer,
+            source_pairing=source,
+            notes=(*self.warnings, *notes),
+        )
         with foreign_errors(f"the model in {str(self.folder)!r} could not be saved"):
             _unpacked(model).save_pretrained(staging)
         advance(self.report.bytes)
         return ()
 
     def _save_tokenizer(self, staging: Path) -> list[str]:
-        """Save the tokenizer of the file, and return notes on how the saved one differs."""
+        """Save the tokenizer of the file; return what was done, and notes on how the saved one differs."""
         try:
             tokenizer = load_tokenizer(self.folder)
             tokenizer.save_pretrained(staging)
             saved = load_tokenizer(staging)
         except RopeExtError as error:
-            return [f"no tokenizer was written: {one_line(error)}; copy one from the model that the file was made from"]
+            missing = f"no tokenizer was written: {one_line(error)}"
+            return ["none was written", f"{missing}; copy one from the model that the file was made from"]
         before, after = (each(_TEXT)["input_ids"] for each in (tokenizer, saved))
+        written = "tokenizer.json written by transformers from the tokens in the GGUF file"
         if before == after:
-            return []
+            return [written]
         return [
+            written,
             "the saved tokenizer splits a text otherwise than the one in the file: copy tokenizer.json and "
-            "tokenizer_config.json from the model that the file was made from"
+            "tokenizer_config.json from the model that the file was made from",
         ]
 
     def verify(self, staging: Path) -> str:

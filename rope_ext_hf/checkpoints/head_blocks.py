@@ -51,6 +51,10 @@ class RowLayout:
         """The number of rows."""
         return self.repeat * sum(block.count * block.size for block in self.blocks)
 
+    def head_count(self, side: str) -> int:
+        """Return the number of heads with rotated rows on a side of the attention scores, such as "q"."""
+        return self.repeat * sum(block.count for block in self.blocks if block.rotary and block.side == side)
+
     @property
     def vector_shapes(self) -> set[tuple[int, ...]]:
         """The shapes that a vector with one element per row may have beside (rows,).

@@ -15,6 +15,7 @@ from torch import nn
 from rope_ext_hf.checkpoints.detection import detect_in_weights
 from rope_ext_hf.checkpoints.query_key_weights import weights_from_model
 from rope_ext_hf.checkpoints.reordering import reorder
+from rope_ext_hf.checkpoints.right_calls import model_call
 from rope_ext_hf.checkpoints.source_pairing import settle_pairing
 from rope_ext_hf.errors import CheckpointError, MethodError
 from rope_ext_hf.patches.adapters import keep_pairing, modules_with_adapters
@@ -54,10 +55,10 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
         raise MethodError("this model is patched: unpatch it, convert it, and patch it again")
     weights = weights_from_model(model)
     settled = settle_pairing(
-        detect_in_weights(weights), to, stated=source_pairing, configured=weights.stated, command=_call
+        detect_in_weights(weights), to, stated=source_pairing, configured=weights.stated, command=model_call
     )
     if settled.pairing == to:
-        raise CheckpointError(settled.already("the weights", _call(to, other_pairing(to))))
+        raise CheckpointError(settled.already("the weights", model_call(to, other_pairing(to))))
     if settled.is_contradicted:
         warnings.warn(settled.warning, stacklevel=2)
     reorder(model, weights.tensors, to)
@@ -74,8 +75,3 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
             stacklevel=2,
         )
     return model
-
-
-def _call(to: str, source_pairing: str) -> str:
-    """Return the call of `convert` with these arguments, as text for an error message."""
-    return f"`rope.convert(model, to={to!r}, source_pairing={source_pairing!r})`"

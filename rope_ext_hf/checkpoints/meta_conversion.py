@@ -90,6 +90,8 @@ class MetaImport(Conversion):
             tensors=len(self.view.tensors),
             bytes=size_of(self.view.tensors),
             loads_natively=to == "half",
+            heads=source.llama.heads,
+            key_heads=source.llama.kv_heads,
             notes=tuple(dict.fromkeys([*filter(None, [length.note]), *self.warnings])),
         )
 
@@ -179,6 +181,8 @@ class MetaExport(Conversion):
             tensors=len(self.weights),
             bytes=self.count * size_of(self.stored),
             loads_natively=False,
+            heads=self.llama.heads,
+            key_heads=self.llama.kv_heads,
             notes=(*self.warnings, *([] if "rope_theta" in self.llama.to_params() else [theta])),
         )
 

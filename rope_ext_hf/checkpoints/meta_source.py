@@ -29,10 +29,10 @@ from rope_ext_hf.checkpoints.weight_files import (
     TensorView,
     TorchFile,
 )
-from rope_ext_hf.checkpoints.weight_folders import has_weights
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import file_stamps, list_files, resolve_inside
 from rope_ext_hf.hub import model_folder
+from rope_ext_hf.other_formats import check_format, has_weights
 
 
 class MetaSource:
@@ -154,6 +154,7 @@ def _weight_file_names(folder: Path) -> tuple[list[str], bool]:
     shards = sorted(path.name for path in folder.glob("consolidated*.safetensors"))
     if not parts:
         if not shards:
+            check_format(folder)
             raise CheckpointError(
                 f"{str(folder)!r} holds no weights; looked for {part_name(0)} and consolidated*.safetensors"
             )

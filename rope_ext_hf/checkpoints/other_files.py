@@ -60,10 +60,10 @@ def _may_hold_weights(path: Path) -> bool:
         return False
     with disk_errors(path), path.open("rb") as file:
         sample = file.read(_SAMPLE)
-    return _NO_TEXT.search(sample) is not None and not _is_sentencepiece(sample)
+    return _NO_TEXT.search(sample) is not None and not is_sentencepiece(sample)
 
 
-def _is_sentencepiece(sample: bytes) -> bool:
+def is_sentencepiece(sample: bytes) -> bool:
     """Return whether a file is a tokenizer model of SentencePiece, judged by its first bytes."""
     first = _SENTENCEPIECE.match(sample)
     return first is not None and sample[first.end() + first["size"][0] :].startswith(_SCORE)

@@ -67,6 +67,7 @@ class PairingReport(Report):
         stated: the pairing by the config or the family table.
         reason: why the pairing is undecided.
         text: the losses on the text, if one was given.
+        remedy: what to do if the config or the model family contradicts the weights, with the call to type; else None.
         consumers: a report of this kind for everything else that rotates: indexers that choose keys, and layers that
             predict further tokens.
     """
@@ -80,6 +81,7 @@ class PairingReport(Report):
     stated: str | None = None
     reason: str | None = None
     text: TextLosses | None = None
+    remedy: str | None = None
     consumers: tuple[PairingReport, ...] = ()
 
     @property
@@ -101,7 +103,7 @@ class PairingReport(Report):
         if self.pairing is not None:
             confidence = "above 0.9999" if self.confidence > 0.9999 else f"{self.confidence:.4f}"
             verdict = f"{self.pairing}, confidence {confidence}"
-        rows = {"because": self.reason, "contradiction": self.contradiction}
+        rows = {"because": self.reason, "contradiction": self.contradiction, "next": self.remedy}
         if self.layers:
             rows["score"] = f"{self.score:+.3f} +- {self.error:.3f} (above zero: half; below: interleaved)"
         if self.layers and self.pairing is None and self.text is None:

@@ -7,8 +7,8 @@ the norms around them multiplied in, so that W_q W_k^T is the bilinear form of t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +18,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rope_ext_hf.checkpoints.meta_source import MetaSource
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.checkpoints.source import Source
+from rope_ext_hf.checkpoints.weight_files import TensorView, WeightFile
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import loading
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import checkpoint_geometry, patch_geometry
 from rope_ext_hf.patches.model_classes import class_to_load, empty_model
 
@@ -52,6 +54,7 @@ class RotatedWeights:
         shapes: the shape of every tensor, by its name.
         read: returns a tensor, given its name.
         stated: the pairing by the config or the family table.
+        runs: the pairing that the model's class in transformers runs; None: it is unknown.
         load: returns the model itself.
     """
 
@@ -62,6 +65,7 @@ class RotatedWeights:
     shapes: Mapping[str, Sequence[int]]
     read: Callable[[str], Tensor]
     stated: str | None
+    runs: str | None
     load: Callable[[], PreTrainedModel]
 
     def attentions(self, *, further: bool = False) -> list[str]:
@@ -266,8 +270,16 @@ def weights_from_model(model: Any) -> RotatedWeights:
         shapes={name: tensor.shape for name, tensor in tensors.items()},
         read=tensors.__getitem__,
         stated=getattr(model.config, PAIRING_KEY, None) or rows.pairing,
+        runs=class_pairing(model.config) or rows.pairing,
         load=lambda: model,
     )
+
+
+def weights_in_files(model: Any, files: Iterable[WeightFile], path: str) -> RotatedWeights:
+    """Return the rotated weights in files, of a model that may be on the meta device; `path` is its name in reports."""
+    view = TensorView.from_files(files)
+    shapes = {name: info.shape for name, info in view.tensors.items()}
+    return replace(weights_from_model(model), path=path, shapes=shapes, read=view.read)
 
 
 def weights_from_source(source: Source | MetaSource, path: str, *, trust_remote_code: bool = False) -> RotatedWeights:
@@ -297,6 +309,7 @@ def weights_from_source(source: Source | MetaSource, path: str, *, trust_remote_
         shapes={name: info.shape for name, info in source.view.tensors.items()},
         read=source.view.read,
         stated=source.pairing,
+        runs=source.class_pairing,
         load=load,
     )
 
@@ -317,6 +330,7 @@ def _weights_from_meta(source: MetaSource, path: str) -> RotatedWeights:
         shapes={name: info.shape for name, info in view.tensors.items()},
         read=view.read,
         stated="interleaved",
+        runs="half",
         load=load,
     )
 

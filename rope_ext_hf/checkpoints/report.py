@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.errors import size_text
+from rope_ext_hf.checkpoints.tokenizer_files import tokenizer_text
+from rope_ext_hf.errors import counted, size_text
 from rope_ext_hf.files import FileStamps, atomic_folder
 from rope_ext_hf.terminal import Report, wrapped
 
@@ -25,6 +26,8 @@ class ConversionReport(Report):
         tensors: the number of all tensors.
         bytes: the size of the weights.
         loads_natively: whether the family's transformers class runs the new pairing.
+        heads, key_heads: the numbers of heads of queries and of keys that rotate in a layer; None: layers differ.
+        tokenizer: a sentence that says what became of the tokenizer.
         source_pairing: a text with the pairing that the source was taken to have, who states it, and what the weights
             show.
         skipped_files: files of the source that were not copied, because they hold or may hold weights.
@@ -39,6 +42,9 @@ class ConversionReport(Report):
     tensors: int
     bytes: int
     loads_natively: bool
+    heads: int | None = None
+    key_heads: int | None = None
+    tokenizer: str = ""
     source_pairing: str = ""
     skipped_files: tuple[str, ...] = ()
     verified: str | None = None
@@ -52,9 +58,13 @@ class ConversionReport(Report):
             f"{self.path}: {self.source} -> {self.to}",
             f"  tensors          {done}; {size_text(self.bytes)} written",
         ]
+        heads = "not the same in all layers"
+        if self.heads is not None and self.key_heads is not None:
+            heads = f"{counted(self.heads, 'query head')}, {counted(self.key_heads, 'key head')} in each layer"
         skipped = ", ".join(self.skipped_files)
         skipped += ": they hold or may hold weights, which are not converted" if skipped else ""
-        rows = [("source", self.source_pairing), ("verified", self.verified), ("not copied", skipped)]
+        rows = [("heads", heads), ("source", self.source_pairing), ("verified", self.verified)]
+        rows += [("tokenizer", self.tokenizer), ("not copied", skipped)]
         rows += [("note", note) for note in self.notes]
         lines += [wrapped(text, f"  {name:<17}") for name, text in rows if text]
         return "\n".join(lines)
@@ -105,7 +115,8 @@ class Conversion(ABC):
             dst, source=self.folder, inputs=self.inputs, size=size, plan=self.plan, resume=resume
         ) as staging:
             skipped = self.write(staging, advance)
+            tokenizer = self.report.tokenizer or tokenizer_text(self.folder, staging, self.report.to)
             verified = self.verify(staging) if verify else None
         for warning in self.warnings:
             warnings.warn(warning, stacklevel=3)
-        return replace(self.report, skipped_files=skipped, verified=verified)
+        return replace(self.report, skipped_files=skipped, verified=verified, tokenizer=tokenizer)

@@ -85,6 +85,15 @@ class RotaryTensors:
         """The names of modules, inside attention modules of any layer, that have rotated rows."""
         return tuple(dict.fromkeys(module for layouts in self.layers for module in layouts))
 
+    def head_count(self, side: str) -> int | None:
+        """Return the number of heads that rotate in a layer, on the side "q" or "k" of scores; None: layers differ."""
+        counts = set()
+        for layouts in self.layers:
+            in_modules = [layout.head_count(side) for layout in layouts.values()]
+            if any(in_modules):
+                counts.add(max(in_modules))
+        return counts.pop() if len(counts) == 1 else None
+
     def layouts_in(self, attention: str) -> Mapping[str, RowLayout]:
         """Return the row layouts in one attention module, by the names of the modules inside it.
 

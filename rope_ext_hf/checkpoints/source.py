@@ -22,7 +22,13 @@ from rope_ext_hf.hub import loading, model_folder
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, Adapter, find_adapter
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import check_sizes, check_stated, config_pairing, stated_rotary
+from rope_ext_hf.patches.family_settings import (
+    check_sizes,
+    check_stated,
+    class_pairing,
+    config_pairing,
+    stated_rotary,
+)
 from rope_ext_hf.patches.geometry import checkpoint_geometry, rotary_of_usual_config
 from rope_ext_hf.patches.loading import load_config
 from rope_ext_hf.patches.model_classes import class_of_part, empty_model
@@ -103,6 +109,11 @@ class Source:
     def class_config(self) -> Any:
         """The config of the model, or of the model that the adapter was trained on, in the class of its family."""
         return load_config(self._config_folder, trust_remote_code=self._trust_remote_code)[0]
+
+    @property
+    def class_pairing(self) -> str | None:
+        """The pairing that the model's class in transformers runs; None: it is unknown."""
+        return class_pairing(self.config) or self.tensors.pairing
 
     @cached_property
     def view(self) -> TensorView:

@@ -7,19 +7,24 @@ stops if they contradict the config. A pairing that the user states is taken eve
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rope_ext_hf.checkpoints.detection import detect_in_weights
 from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.pairing_report import PairingReport
-from rope_ext_hf.checkpoints.query_key_weights import weights_from_source
+from rope_ext_hf.checkpoints.query_key_weights import weights_from_source, weights_in_files
+from rope_ext_hf.checkpoints.right_calls import Call, folder_call, remedy, right_call
 from rope_ext_hf.checkpoints.source import Source
+from rope_ext_hf.checkpoints.weight_folders import open_weights
 from rope_ext_hf.errors import CheckpointError, RopeExtError
-from rope_ext_hf.patches.config import PAIRING_KEY
+from rope_ext_hf.files import foreign_errors
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.rotary.pairing import other_pairing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def settle_pairing(
     stated: str | None,
     configured: str | None,
     by: str = "the config or the model family",
-    command: Callable[[str, str], str],
+    command: Call,
 ) -> _SourcePairing:
     """Decide which pairing the weights are in.
 
@@ -127,7 +132,7 @@ def settle_pairing(
             statement = "and neither the config nor the model family says one"
         else:
             statement = f"but {by} says {configured}"
-        advice = _right_call(detected.pairing, to, command)
+        advice = right_call(detected.pairing, to, command)
         if configured is not None and configured != to:
             advice += f". If they are in the {configured} pairing after all: {command(to, configured)}"
         raise CheckpointError(f"the weights of {detected.path!r} look {_with_score(detected)}, {statement}; {advice}")
@@ -157,9 +162,7 @@ def pairing_of_source(
         CheckpointError: as in `settle_pairing`; or the weights are in the pairing `to` already.
     """
 
-    def command(target: str, pairing: str) -> str:
-        return f"`{command_line('convert', src, dst, to=target, **{'from': pairing})}`"
-
+    command = folder_call(src, dst)
     if isinstance(source, MetaSource):
         configured: str | None = "interleaved"
         by = "Meta's format"
@@ -178,20 +181,35 @@ def pairing_of_source(
     if verify and settled.is_contradicted:
         raise CheckpointError(
             f"the copy could not be verified: the weights of {detected.path!r} look {_with_score(detected)}, but you "
-            f"stated {settled.pairing}; {_right_call(str(detected.pairing), to, command)}. To convert them as "
+            f"stated {settled.pairing}; {right_call(str(detected.pairing), to, command)}. To convert them as "
             f"{settled.pairing} all the same, leave out verify (--verify)"
         )
     return settled
 
 
-def _right_call(actual: str, to: str, command: Callable[[str, str], str]) -> str:
-    """Return advice for weights that are in the pairing `actual`, with the call to type, for an error message."""
-    if actual != to:
-        return f"to convert them: {command(to, actual)}"
-    other = other_pairing(to)
-    return (
-        f'they need no conversion to {to}: write "{PAIRING_KEY}": "{to}" into their config.json; for code that runs '
-        f"{other}: {command(other, actual)}"
+def check_label(model: PreTrainedModel, folder: Path, name: str | Path) -> None:
+    """Raise CheckpointError if the weights in a folder contradict the pairing that its model runs.
+
+    The queries and keys of a few layers are read. Nothing is raised where they do not show their pairing, or cannot be
+    read, such as packed weights.
+
+    Args:
+        model: the model, which may be patched, and on the meta device.
+        folder: its folder.
+        name: the folder or Hub id, for the message.
+    """
+    try:
+        with foreign_errors(f"the weights of {str(name)!r} could not be read"):
+            files, _ = open_weights(folder, {})
+            detected = detect_in_weights(weights_in_files(model, files.values(), str(name)))
+    except RopeExtError:  # a copy keeps the bytes of such weights
+        return
+    if detected.contradiction is None:
+        return
+    raise CheckpointError(
+        f"the weights of {str(name)!r} look {_with_score(detected)}, but {detected.contradiction}; "
+        f"{remedy(detected, detected.stated, folder_call(name, 'NEW'))}. To write a copy all the same, give force "
+        "(`rope-ext patch --force`)"
     )
 
 

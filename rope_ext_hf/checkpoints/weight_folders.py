@@ -15,6 +15,7 @@ from rope_ext_hf.checkpoints.weight_files import FORMATS, WeightFile
 from rope_ext_hf.downloads import WEIGHT_FILES
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import FileStamps, file_stamps, read_json, resolve_inside
+from rope_ext_hf.other_formats import check_format
 
 _MODEL_FILES, _ADAPTER_FILES = WEIGHT_FILES
 
@@ -104,6 +105,7 @@ def _existing(folder: Path, names: Iterable[str]) -> list[str]:
     names = list(names)
     existing = [name for name in names if (folder / name).exists() or (folder / index_name(name)).exists()]
     if not existing:
+        check_format(folder)
         looked_for = ", ".join(candidate for name in names for candidate in (index_name(name), name))
         raise CheckpointError(f"{str(folder)!r} holds no weights; looked for {looked_for}")
     return existing
@@ -127,11 +129,6 @@ def _weight_map(index: dict[str, Any], index_file: str) -> dict[str, str]:
 def index_name(name: str) -> str:
     """Return the file name of the index that belongs to weight files of this name."""
     return f"{name}.index.json"
-
-
-def has_weights(folder: Path) -> bool:
-    """Return whether a folder holds weights that transformers would load."""
-    return any((folder / candidate).exists() for name in chain(*WEIGHT_FILES) for candidate in (name, index_name(name)))
 
 
 def is_adapter_file(name: str) -> bool:

@@ -41,6 +41,7 @@ def write_patched(
     native: bool = False,
     as_code: bool = False,
     keep_mistral_format: bool = False,
+    force: bool = False,
     runs: Sequence[Run[Any]] = (),
 ) -> Description:
     """Write a patched copy of a model folder, and return a description of it.
@@ -69,7 +70,9 @@ def write_patched(
             trust_remote_code=source.trust_remote_code,
         )
         with progress_bar("copying", unit="bytes") as bar:
-            save_patched_folder(empty, folder, out, bar.set, as_code, finish, keep_mistral_format)
+            save_patched_folder(
+                empty, folder, out, bar.set, as_code, finish, keep_mistral_format, name=hub_id, force=force
+            )
         description = described(empty, model, source)
         replaced = replaced_note(recorded, present_specs(empty)[-1], over="--over patched")
         if replaced is not None and len(present_specs(empty)) == 1:

@@ -150,11 +150,15 @@ def patch(
     keep_mistral_format: bool = argument(
         False, "Also copy params.json and consolidated*.safetensors, from which vLLM runs the model without the method."
     ),
+    force: bool = argument(
+        False, "Write the copy although the weights look as if they were in another pairing than the config says."
+    ),
     as_json: Json = False,
 ) -> None:
     """Write a patched copy of a model folder.
 
-    Weights are copied as they are. In the copy of an adapter's folder the method stands beside the adapter's settings.
+    Weights are copied as they are; a folder whose weights contradict the pairing that its config states is refused. In
+    the copy of an adapter's folder the method stands beside the adapter's settings.
     The model card of the source is kept, with its licence, and extended.
 
     Example: `rope-ext patch reference reference-yarn --method yarn --factor 8`
@@ -166,7 +170,14 @@ def patch(
     methods.check_single(required=True)
     publish.check()
     description = write_patched(
-        model, out, methods, source, native=native, as_code=as_code, keep_mistral_format=keep_mistral_format
+        model,
+        out,
+        methods,
+        source,
+        native=native,
+        as_code=as_code,
+        keep_mistral_format=keep_mistral_format,
+        force=force,
     )
     if as_json:
         print_text(json_text(description.to_dict() | {"out": str(out)}))
@@ -182,7 +193,11 @@ def convert(
     ],
     new_folder: Annotated[Path, typer.Argument(metavar="DST", help="The converted folder; must not exist yet.")],
     source: SourceOptions,
-    to: str = argument(MISSING, "The pairing to write: half, interleaved, or meta (Meta's own format)."),
+    to: str = argument(
+        MISSING,
+        "The pairing to write: half, interleaved, hf (the one of them that transformers runs for this model), or meta "
+        "(Meta's own format).",
+    ),
     source_pairing: str | None = argument(
         None,
         "The present pairing of the weights. Default: the pairing that the config or the model family states.",
@@ -248,7 +263,8 @@ def detect(
 ) -> None:
     """Detect from its weights which RoPE pairing a checkpoint is in.
 
-    The score of each layer is printed. "undecided" means that the weights do not show the pairing; --text FILE then
+    The score of each layer is printed. If the config contradicts the weights, the command that mends the folder is
+    printed, and the exit code is 1. "undecided" means that the weights do not show the pairing; --text FILE then
     compares the losses on a text.
 
     Example: `rope-ext detect reference`
@@ -267,3 +283,5 @@ def detect(
             sample = read_beginning(text, TEXT_CHARACTERS)
     report = detect_pairing(model_source(model), text=sample, **source.version)
     print_result(report, as_json)
+    if report.contradiction is not None:
+        raise typer.Exit(1)

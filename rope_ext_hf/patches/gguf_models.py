@@ -330,7 +330,7 @@ def name_way_out(model: PreTrainedModel) -> None:
 def way_out(file: Path) -> str:
     """Return sentences with the two commands that keep a model from a GGUF file, with or without a method."""
     rewrite = command_line("gguf", file, "OUT.gguf", method="NAME")
-    convert = command_line("convert", file, "FOLDER", to="half", dequantize="bfloat16")
+    convert = command_line("convert", file, "FOLDER", to="hf", dequantize="bfloat16")
     return (
         f"`{rewrite}` writes a GGUF file with a method. `{convert}` writes a folder with unpacked weights, which can "
         "be patched and saved like any other"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelErr
 from rope_ext_hf.files import check_regular
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
+from rope_ext_hf.other_formats import check_format, without_config
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base, keep_pairing
 from rope_ext_hf.patches.angle_tables import restore_table
 from rope_ext_hf.patches.applying import patch_as_planned, replay
@@ -84,6 +86,8 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
         raw, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
     except OSError as error:
         raise CheckpointError(f"the config of {name!r} could not be read: {one_line(error)}") from error
+    if not raw and os.path.isdir(path):  # noqa: PTH112
+        raise CheckpointError(" ".join(filter(None, [f"{name!r} has no config.json.", without_config(Path(path))])))
     if not raw:
         raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id that can be reached")
     check_stated(raw)
@@ -325,7 +329,12 @@ def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: d
     """
     if kwargs.pop("output_loading_info", False):
         raise CheckpointError("output_loading_info=True is not supported here; load with transformers to get it")
-    model, info = loader.from_pretrained(path, output_loading_info=True, **kwargs)
+    try:
+        model, info = loader.from_pretrained(path, output_loading_info=True, **kwargs)
+    except OSError:
+        if os.path.isdir(path):  # noqa: PTH112  # an error of transformers names neither the format nor a way out
+            check_format(Path(path))
+        raise
     if info["unexpected_keys"] and auto_class is None:
         names = sorted(info["unexpected_keys"])
         raise CheckpointError(
