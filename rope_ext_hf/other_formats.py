@@ -1,6 +1,6 @@
 """Folders of models in other formats than Hugging Face's: which format a folder is in, and what to do with it.
 
-    sentence = other_format(Path("training-output"))
+    check_format(Path("training-output"))  # raises an error that says both
 
 Only the names of files are looked at. Where programs give files of different content the same name, the names of
 tensors in a file decide, which are looked for in its bytes; nothing is unpickled.
@@ -13,25 +13,26 @@ import re
 import shlex
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from rope_ext_hf.errors import CheckpointError, FileError, short
 from rope_ext_hf.files import layer_folders, resolve_inside
 from rope_ext_hf.questions import command_line
 
 _DEPTH = 3  # of subfolders; a Trainer's folder has checkpoint-500/pytorch_model_fsdp_0/.metadata
-_MOST_FILES = 20_000
-_MOST_BYTES = 64 * 2**20  # of a list of tensors; that of a model of 100,000 tensors takes 10 MB
+_MOST_NAMES = 5_000  # of files and folders: a home folder, or /, is not listed to its end
+_MOST_READ = 16  # files of one format whose content is looked at
+_MOST_BYTES = 16 * 2**20  # of a list of tensors; that of a model of 100,000 tensors takes 10 MB
 _HF_WEIGHTS = tuple(
     f"{stem}{end}"
     for stem in ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
     for end in ("", ".index.json")
 )
-_TO_HF = command_line("convert", "{where}", "NEW", to="hf")
+_TO_HF = command_line("convert", "WHERE", "NEW", to="hf").replace("WHERE", "{where}")  # which is quoted later
 _STATE_DICT = "`model.save_pretrained(NEW, state_dict=WEIGHTS)` in Python then writes a folder for transformers"
 
 
@@ -174,13 +175,13 @@ _FORMATS = (
         "a GGUF file",
         ("*.gguf", "*.GGUF"),
         "give the file itself, {file}; or unpack it: `"
-        + command_line("convert", "{file}", "NEW", to="hf", dequantize="bfloat16")
+        + command_line("convert", "FILE", "NEW", to="hf", dequantize="bfloat16").replace("FILE", "{file}")
         + "`",
     ),
     _Format(
         "weights quantised by ExLlama",
         ("output*.safetensors",),
-        "they stay as they are; give the folder that they were made from, and quantise its patched copy",
+        "transformers does not read them; give the folder that they were made from",
     ),
     _Format(
         "an ONNX model",
@@ -232,7 +233,7 @@ _FORMATS = (
 )
 
 
-def other_format(folder: Path) -> str:
+def _other_format(folder: Path) -> str:
     """Return two sentences that say in which other format than Hugging Face's a folder is, and what to do; or "".
 
     They begin with "It holds". Links to folders are not followed, and files that lie outside the folder are not read.
@@ -242,7 +243,7 @@ def other_format(folder: Path) -> str:
 
 
 def format_on_hub(name: str, files: Iterable[str]) -> str:
-    """Return what `other_format` does for a Hub repository, given the names of its files.
+    """Return what `_other_format` does for a Hub repository, given the names of its files.
 
     Formats that only the content of a file shows stay unknown.
     """
@@ -253,9 +254,33 @@ def format_on_hub(name: str, files: Iterable[str]) -> str:
 
 def check_format(folder: Path) -> None:
     """Raise CheckpointError for a folder without weights for transformers that is in another format known here."""
-    known = "" if has_weights(folder) else other_format(folder)
+    known = "" if has_weights(folder) else _other_format(folder)
     if known:
         raise CheckpointError(f"{str(folder)!r} holds no weights that transformers loads. {known}")
+
+
+def check_packed(config: Mapping[str, Any], folder: str | Path) -> None:
+    """Raise CheckpointError for a model whose weights are packed in a way that transformers does not read.
+
+    Args:
+        config: the values of its config.json.
+        folder: its folder or Hub id.
+    """
+    settings = config.get("quantization_config") or config.get("quantization")
+    if not isinstance(settings, Mapping):
+        return
+    method = settings.get("quant_method")
+    if method in ("exl2", "exl3"):
+        raise CheckpointError(
+            f"the weights of {short(str(folder))!r} are quantised by ExLlama ({method}), which transformers does not "
+            "read; give the folder that they were made from"
+        )
+    if method is None and {"bits", "group_size"} <= settings.keys():
+        line = f"mlx_lm.convert --hf-path {shlex.quote(str(folder))} --mlx-path NEW --dequantize"
+        raise CheckpointError(
+            f"the weights of {short(str(folder))!r} are quantised by MLX, which transformers does not read; `{line}` "
+            "writes a folder for transformers with unpacked weights"
+        )
 
 
 def has_weights(folder: Path) -> bool:
@@ -264,19 +289,19 @@ def has_weights(folder: Path) -> bool:
 
 
 def without_config(folder: Path) -> str:
-    """Return sentences about a folder without config.json, as `other_format` does.
+    """Return sentences about a folder without config.json, as `_other_format` does.
 
     Weights for transformers that lie in it count as well.
     """
     weights = next((name for name in _HF_WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
-        return other_format(folder)
+        return _other_format(folder)
     missing = "adapter_config.json" if weights.startswith("adapter") else "config.json"
     return f"It holds {weights} without {missing}: copy {missing}, and the tokenizer, of the model that was trained"
 
 
 def _sentences(folder: Path, names: list[str], contains: Callable[[str, bytes], bool]) -> str:
-    """Return the sentences of `other_format`.
+    """Return the sentences of `_other_format`.
 
     Args:
         folder: the folder, for the paths in the sentences.
@@ -312,7 +337,9 @@ def _matching(names: Iterable[str], pattern: str, known: _Format, contains: Call
     matching = [name for name in names if fnmatchcase(name, pattern)]
     if "optimizer" not in pattern:
         matching = [name for name in matching if not re.search(r"(^|/)optimizer", name)]
-    return [name for name in matching if not known.contains or contains(name, known.contains)]
+    if not known.contains:
+        return matching
+    return [name for name in matching[-_MOST_READ:] if contains(name, known.contains)]
 
 
 def _file_names(folder: Path) -> Iterator[str]:
@@ -324,11 +351,10 @@ def _file_names(folder: Path) -> Iterator[str]:
     for path, subfolders, files in os.walk(folder):
         inner = Path(path).relative_to(folder)
         subfolders[:] = [] if len(inner.parts) >= _DEPTH else [s for s in subfolders if str(inner / s) not in layers]
-        for name in files:
-            count += 1
-            if count > _MOST_FILES:
-                return
-            yield (inner / name).as_posix()
+        yield from ((inner / name).as_posix() for name in files)
+        count += len(files) + len(subfolders)
+        if count > _MOST_NAMES:
+            return
 
 
 def _by_number(name: str) -> list[tuple[bool, str]]:

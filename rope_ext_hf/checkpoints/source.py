@@ -16,9 +16,11 @@ from rope_ext_hf.files import (
     FileStamps,
     file_stamps,
     list_files,
+    read_json,
     resolve_inside,
 )
 from rope_ext_hf.hub import loading, model_folder
+from rope_ext_hf.other_formats import check_packed
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, Adapter, find_adapter
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
@@ -126,6 +128,8 @@ class Source:
         Raises:
             CheckpointError: a tensor is missing, its layout is unknown, or its rows cannot be moved.
         """
+        if not self.is_adapter:
+            check_packed(read_json(self.folder / "config.json"), self.folder)
         layouts: dict[str, RowLayout | ScaleBlocks] = {}
         stacks: dict[str, set[str]] = {}  # the modules that rotate, by the prefix of their stack of layers
         for name, info in self.view.tensors.items():

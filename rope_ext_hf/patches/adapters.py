@@ -22,6 +22,7 @@ from torch import nn
 
 from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import read_json
+from rope_ext_hf.other_formats import check_format
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, fingerprint_record
 from rope_ext_hf.patches.patch_records import PATCH_KEY, checked_specs
@@ -312,6 +313,7 @@ def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapte
     values = read_json(file)
     base = values.get("base_model_name_or_path")
     if not base or not isinstance(base, str):
+        check_format(Path(name))
         raise CheckpointError(
             f"{short(name)!r} is an adapter without the name of its model; add base_model_name_or_path to its "
             f"{ADAPTER_CONFIG}"

@@ -16,7 +16,7 @@ from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelErr
 from rope_ext_hf.files import check_regular
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
-from rope_ext_hf.other_formats import check_format, without_config
+from rope_ext_hf.other_formats import check_format, check_packed, without_config
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base, keep_pairing
 from rope_ext_hf.patches.angle_tables import restore_table
 from rope_ext_hf.patches.applying import patch_as_planned, replay
@@ -87,7 +87,7 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     except OSError as error:
         raise CheckpointError(f"the config of {name!r} could not be read: {one_line(error)}") from error
     if not raw and os.path.isdir(path):  # noqa: PTH112
-        raise CheckpointError(" ".join(filter(None, [f"{name!r} has no config.json.", without_config(Path(path))])))
+        raise CheckpointError(". ".join(filter(None, [f"{name!r} has no config.json", without_config(Path(path))])))
     if not raw:
         raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id that can be reached")
     check_stated(raw)
@@ -288,6 +288,7 @@ def _load_patched(
     if record is not None and hasattr(kwargs.get("config"), "model_type"):
         config, _ = before_patch(kwargs.pop("config"))
     check_sizes(config)
+    check_packed(vars(config), path)
     check_regular(Path(path))
     loader = class_to_load(config, auto_class)
     if GGUF_FILE in kwargs:

@@ -143,7 +143,7 @@ def test_converting_twice_is_refused(source: Path, tmp_path: Path) -> None:
 
 
 def test_wrong_words_and_places_are_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(rope.CheckpointError, match="converted to half, interleaved or meta, got to='neox'"):
+    with pytest.raises(rope.CheckpointError, match="converted to half, interleaved, hf or meta, got to='neox'"):
         convert(source, tmp_path / "converted", "neox")
     with pytest.raises(rope.CheckpointError, match="source_pairing must be one of half, interleaved, got 'neox'"):
         convert(source, tmp_path / "converted", "half", source_pairing="neox")

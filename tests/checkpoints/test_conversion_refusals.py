@@ -104,10 +104,14 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / SECOND).rename(f / "deep" / SECOND) and (f / "deep").rename(f / SECOND),
         f"'{SECOND}' is not a plain file",
     ),
-    "no weights": (lambda f: (f / INDEX).unlink(), "holds no weights; looked for model.safetensors.index.json"),
+    "no index": (lambda f: (f / INDEX).unlink(), "holds no weights .* parts of a model without the index"),
+    "no weights": (
+        lambda f: [file.unlink() for file in (f / INDEX, f / FIRST, f / SECOND)],
+        "holds no weights; looked for model.safetensors.index.json",
+    ),
     "no weights, whatever else": (  # a home folder, or /, is not listed to its end first
         lambda f: os.symlink("/etc", (f / INDEX).rename(f / "other.json").with_name("more")),  # noqa: PTH211
-        "holds no weights; looked for model.safetensors.index.json",
+        "holds no weights .* parts of a model without the index",
     ),
     "a tensor in another part": (
         lambda f: edit_index(f, lambda w: w.update({K: FIRST if w[K] == SECOND else SECOND})),

@@ -65,7 +65,7 @@ def test_what_cannot_be_written_is_an_error(
     file: Path, model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    line = f"`rope-ext convert {file} {out} --to half --dequantize bfloat16`"
+    line = f"`rope-ext convert {file} {out} --to hf --dequantize bfloat16`"
     with pytest.raises(CheckpointError, match="GGUF file") as caught:
         rope.convert_checkpoint(file, out, "half")
     assert line in str(caught.value)
