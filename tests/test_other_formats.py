@@ -48,11 +48,11 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def save_distributed(folder: Path, content: dict[str, Any]) -> Path:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(content, checkpoint_id=str(folder))
+        save(content, checkpoint_id=str(folder))
     return folder
 
 

@@ -22,6 +22,7 @@ from rope_ext_hf.checkpoints.pairing_scores import confidence, mean_score, pairi
 from rope_ext_hf.checkpoints.query_key_weights import RotatedWeights, weights_from_model, weights_from_source
 from rope_ext_hf.checkpoints.right_calls import Call, folder_call, model_call, remedy
 from rope_ext_hf.checkpoints.sampling import evenly_spaced
+from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.checkpoints.text_losses import compare_losses
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import load_model, load_tokenizer
@@ -63,6 +64,7 @@ def detect_pairing(
         CorpusError: a text that is too short, or no tokenizer for it.
         UnsupportedModelError: a family that the table does not list.
     """
+    has_config = True
     call: Call | None = None  # the rows of a GGUF file are not converted where they are
     if isinstance(path_or_model, nn.Module):
         weights, call = weights_from_model(path_or_model), model_call
@@ -73,11 +75,14 @@ def detect_pairing(
     else:
         call = folder_call(path_or_model, "NEW", revision)
         source = open_checkpoint(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
+        has_config = isinstance(source, Source)
         weights = weights_from_source(source, str(path_or_model), trust_remote_code=trust_remote_code)
     report = replace(detect_in_weights(weights), consumers=detect_in_consumers(weights))
     if text is not None:
         report = combine_evidence(report, compare_losses(weights, text, tokenizer))
-    return report if call is None else replace(report, remedy=remedy(report, weights.runs, call))
+    if call is None:
+        return report
+    return replace(report, remedy=remedy(report, weights.runs, call, has_config=has_config))
 
 
 def detect_in_weights(weights: RotatedWeights) -> PairingReport:

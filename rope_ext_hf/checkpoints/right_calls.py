@@ -13,15 +13,16 @@ Call = Callable[[str, str], str]
 """Returns the call of a conversion, as text in backticks, given the pairing to write and the present one."""
 
 
-def right_call(actual: str, to: str, call: Call) -> str:
+def right_call(actual: str, to: str, call: Call, *, has_config: bool = True) -> str:
     """Return advice for weights that are in the pairing `actual`, with the call to type, for an error message.
 
     Args:
         actual: the pairing of the weights.
         to: the pairing that is wanted.
         call: returns the call of a conversion.
+        has_config: whether the weights lie beside a config.json that can state their pairing, or are in Meta's format.
     """
-    if actual != to:
+    if actual != to or not has_config:
         return f"to convert them: {call(to, actual)}"
     other = other_pairing(to)
     return (
@@ -30,17 +31,17 @@ def right_call(actual: str, to: str, call: Call) -> str:
     )
 
 
-def remedy(report: PairingReport, runs: str | None, call: Call) -> str | None:
+def remedy(report: PairingReport, runs: str | None, call: Call, *, has_config: bool = True) -> str | None:
     """Return what to do with a model whose config contradicts its weights; None: it does not, or it is unknown.
 
     Args:
         report: the pairing that was detected.
         runs: the pairing that the model's class in transformers runs.
-        call: returns the call of a conversion.
+        call, has_config: as for `right_call`.
     """
     if report.contradiction is None or report.pairing is None or runs is None:
         return None
-    return right_call(report.pairing, runs, call)
+    return right_call(report.pairing, runs, call, has_config=has_config)
 
 
 def folder_call(src: object, dst: object, revision: str | None = None) -> Call:

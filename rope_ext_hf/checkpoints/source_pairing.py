@@ -111,6 +111,7 @@ def settle_pairing(
     configured: str | None,
     by: str = "the config or the model family",
     command: Call,
+    has_config: bool = True,
 ) -> _SourcePairing:
     """Decide which pairing the weights are in.
 
@@ -121,6 +122,7 @@ def settle_pairing(
         configured: the pairing that the config, the model family or the format states; None: none of them states one.
         by: who states `configured`, for messages.
         command: returns the call to type, given the pairing to convert to and the pairing to state.
+        has_config: whether the weights lie beside a config.json, or are in Meta's format.
 
     Raises:
         CheckpointError: the weights contradict `configured`, or their pairing is not known; the message has the call to
@@ -132,7 +134,7 @@ def settle_pairing(
             statement = "and neither the config nor the model family says one"
         else:
             statement = f"but {by} says {configured}"
-        advice = right_call(detected.pairing, to, command)
+        advice = right_call(detected.pairing, to, command, has_config=has_config)
         if configured is not None and configured != to:
             advice += f". If they are in the {configured} pairing after all: {command(to, configured)}"
         raise CheckpointError(f"the weights of {detected.path!r} look {_with_score(detected)}, {statement}; {advice}")
@@ -174,15 +176,18 @@ def pairing_of_source(
     into_other = isinstance(source, Source) and to != "meta"
     if force and into_other and (stated or configured) == to:
         stated = other_pairing(to)
-    detected = _detect(source)
-    settled = settle_pairing(detected, to, stated=stated, configured=configured, by=by, command=command)
+    detected, has_config = _detect(source), isinstance(source, Source)
+    settled = settle_pairing(
+        detected, to, stated=stated, configured=configured, by=by, command=command, has_config=has_config
+    )
     if into_other and settled.pairing == to:
         raise CheckpointError(settled.already(f"the weights in {str(source.folder)!r}", command(to, other_pairing(to))))
     if verify and settled.is_contradicted:
+        advice = right_call(str(detected.pairing), to, command, has_config=has_config)
         raise CheckpointError(
             f"the copy could not be verified: the weights of {detected.path!r} look {_with_score(detected)}, but you "
-            f"stated {settled.pairing}; {right_call(str(detected.pairing), to, command)}. To convert them as "
-            f"{settled.pairing} all the same, leave out verify (--verify)"
+            f"stated {settled.pairing}; {advice}. To convert them as {settled.pairing} all the same, leave out verify "
+            "(--verify)"
         )
     return settled
 

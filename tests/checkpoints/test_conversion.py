@@ -7,7 +7,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tests.support.checkpoint_folders import (
     DIM,
     HIDDEN,
     LAYERS,
+    OTHER,
     SIZES,
     all_tensors,
     by_hand,
@@ -37,7 +38,8 @@ from tests.support.checkpoint_folders import (
     write_index,
     write_source,
 )
-from tests.support.models import build_known, known_config, logits, tokens
+from tests.support.models import build, build_known, known_config, logits, tokens
+from tests.support.oracles import Pairing
 from tests.support.wrapped_text import unwrapped
 
 
@@ -140,6 +142,69 @@ def test_converting_twice_is_refused(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "said", "half", source_pairing="interleaved")  # the config is wrong, and its user knows
     convert(tmp_path / "said", tmp_path / "undone", "interleaved", source_pairing="half")
     assert same(all_tensors(tmp_path / "undone"), all_tensors(source))
+
+
+@pytest.mark.parametrize(("name", "pairing"), [("llama", "half"), ("gptj", "interleaved"), ("glm", "interleaved")])
+def test_hf_is_the_pairing_that_the_class_runs(name: str, pairing: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    build(name).save_pretrained(source)
+    with pytest.raises(rope.CheckpointError, match=f"are in the {pairing} pairing already"):
+        convert(source, tmp_path / "converted", "hf")
+    convert(source, tmp_path / "other", OTHER[cast("Pairing", pairing)])
+    report = convert(tmp_path / "other", tmp_path / "back", "hf")
+    assert (report.to, report.loads_natively) == (pairing, True)
+    assert same(all_tensors(tmp_path / "back"), all_tensors(source))
+
+
+HEADS: dict[str, tuple[int, int]] = {
+    "llama": (4, 2),
+    "gpt_neox": (4, 4),
+    "glm": (4, 2),
+    "deepseek_v3": (4, 1),  # all heads share the part of a key that rotates
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_report_states_heads(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path / "source")
+    to = "half" if name in ("glm", "deepseek_v3") else "interleaved"
+    report = convert(tmp_path / "source", tmp_path / "converted", to)
+    config = model.config
+    heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    assert report.heads == heads
+    assert report.key_heads == (1 if name == "deepseek_v3" else key_heads)
+    assert f"heads            {heads} query heads, " in str(report)
+
+
+TOKENIZERS: dict[str, tuple[dict[str, bytes], str]] = {
+    "none": ({}, "none; the source has none"),
+    "sentencepiece": (
+        {"tokenizer.model": b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02"},
+        "tokenizer.model copied as it is; transformers reads it with the packages sentencepiece and protobuf",
+    ),
+    "both": (
+        {"tokenizer.model": b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02", "tokenizer.json": b"{}"},
+        "tokenizer.json and tokenizer.model copied as they are",
+    ),
+    "Llama 3": ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, "copy tokenizer.json and tokenizer_config.json of"),
+    "unknown": ({"tokenizer.model": bytes(100)}, "tokenizer.model not copied"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Meta's format has no place")
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_report_says_what_became_of_the_tokenizer(name: str, tmp_path: Path) -> None:
+    files, text = TOKENIZERS[name]
+    build("llama").save_pretrained(tmp_path / "source")
+    for file, content_ in files.items():
+        (tmp_path / "source" / file).write_bytes(content_)
+    report = convert(tmp_path / "source", tmp_path / "converted", "interleaved")
+    assert text in report.tokenizer
+    assert report.tokenizer in unwrapped(str(report))
+    to_meta = convert(tmp_path / "source", tmp_path / "meta", "meta")
+    needs = "Meta's code reads tokenizer.model" in to_meta.tokenizer
+    assert needs == (not (tmp_path / "meta" / "tokenizer.model").exists() and bool(files))
 
 
 def test_wrong_words_and_places_are_refused(source: Path, tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_into_metas_format_and_out_of_it(tmp_path: Path) -> None:
     with pytest.raises(rope.CheckpointError, match=r"look half .*, but Meta's format says interleaved") as no:
         convert(tmp_path / "meta", tmp_path / "back", "half", verify=True)
     right = printed(str(no.value))[0]
-    assert right[-4:] == ["--to", "interleaved", "--from", "half"]
+    assert right[-4:] == ["--to", "half", "--from", "half"]
     for to in PAIRINGS:
         report = convert(tmp_path / "meta", tmp_path / to, to, source_pairing="half", verify=True)
         assert "the weights agree that the source is in the half pairing" in str(report.verified)
