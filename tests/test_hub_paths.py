@@ -336,6 +336,17 @@ def test_names_that_the_hub_does_not_have(hub: Hub, tmp_path: Path) -> None:
     assert untouched(tmp_path, "out")
 
 
+def test_a_repository_in_another_format_is_named_before_anything_is_loaded(hub: Hub, tmp_path: Path) -> None:
+    files = {name: data for name, data in content(hub.folders["plain"]).items() if name != WEIGHTS}
+    hub.server.add("models", "some/exported", files | {"onnx/model.onnx": b""})
+    assert hub.run("describe", "some/exported").code == 0
+    for arguments in (["convert", "some/exported", str(tmp_path / "out"), "--to", "hf"], ["detect", "some/exported"]):
+        outcome = hub.run(*arguments)
+        assert outcome.code == 2
+        assert_last_line(outcome, r"'some/exported' on the Hub holds no weights .* an ONNX model in 'onnx'")
+    assert untouched(tmp_path, "out")
+
+
 # --- without a network ----------------------------------------------------------------------------------------------
 
 

@@ -145,6 +145,7 @@ NAMED: dict[str, tuple[str, str]] = {
     "final/lit_model.pth": ("a model of LitGPT in 'final'", "`litgpt convert_from_litgpt FOLDER/final NEW`"),
     "lit_model.pth.lora": ("an adapter of LitGPT", "`litgpt merge_lora FOLDER`"),
     "original/consolidated.00.pth": ("Meta's own format", "`rope-ext convert FOLDER/original NEW --to hf`"),
+    "consolidated.safetensors": ("Mistral's own format", "`rope-ext convert FOLDER NEW --to hf`"),
     "iter_0000100/common.pt": ("a distributed checkpoint of Megatron", "export_ckpt(FOLDER/iter_0000100, NEW)"),
     "iter_0000100/mp_rank_00/model_optim_rng.pt": ("Megatron-LM in its older format", "--ckpt-convert-format"),
     "context/io.json": ("NeMo 2", "export_ckpt(path=FOLDER, target='hf', output_path=NEW)"),
