@@ -6,6 +6,7 @@ For every `RopeExtError` the command line prints the message on one line and exi
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
@@ -98,8 +99,9 @@ def entry(kind: str, name: str, known: Mapping[str, T], error: type[RopeExtError
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """Return an exception's message on one line of at most `most` characters, or else the name of its class."""
-    return short(" ".join(str(error).split()), most) or type(error).__name__
+    """Return an exception's message on one line of at most `most` characters, or else the words of its class's name."""
+    name = re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__.strip("_"))
+    return short(" ".join(str(error).split()), most) or name.lower()
 
 
 def short(text: str, most: int = 80) -> str:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -30,6 +29,7 @@ from rope_ext_hf.cli.parameters import split_arguments
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
 from rope_ext_hf.files import LOCKED
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
+from rope_ext_hf.stopping import raising, stopped
 
 _LIBRARY_COMMANDS = (
     demo.demo,
@@ -61,10 +61,6 @@ def _plug_in_commands() -> list[Callable[..., Any]]:
 
 _ANYWHERE = frozenset({"--raise-limit", "--traceback"})
 """Options of `rope-ext` itself that may also stand behind the command."""
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM was sent to this process; it ends as it does after Ctrl-C, with another exit code."""
 
 
 class _Command(TyperCommand):
@@ -121,38 +117,63 @@ class _Group(TyperGroup):
                 own.append(waiting.pop(0))
         return super().parse_args(ctx, [*own, *rest, *waiting])
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the command line."""
+        with _stop_as_exit():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was typed."""
         LOCKED.clear()
         try:
-            with all_results():
+            with _stop_as_exit(ctx), all_results():
                 return super().invoke(ctx)
         except (RopeExtError, OSError) as error:
             if ctx.params["traceback"] and not isinstance(error, BrokenPipeError):
                 traceback.print_exception(error)
             raise
-        except (KeyboardInterrupt, typer.Abort) as error:  # typer.Abort: Ctrl-C at a question
-            settings = _SETTINGS.get(ctx.invoked_subcommand)
-            begun = settings is not None and settings.interrupted and LOCKED  # a run in a folder, and no dry run
-            print_error(f"stopped; {settings.interrupted}" if settings is not None and begun else "stopped")
-            raise typer.Exit(143 if isinstance(error, _Terminated) else 130) from error
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run the program and exit; print errors here, instead of letting typer print them."""
+        code, reason = 1, "its command does not measure"
         try:
             with all_results(), short_warnings():
                 code = super().main(*args, **kwargs | {"standalone_mode": False})
         except BrokenPipeError:  # the program that reads the output, such as `head`, has seen enough
-            code = 1
+            pass
         except Exception as error:
+            reason = one_line(error)
             print_error(_message(error))
             code = 2
-            if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
-                # one of several processes: the others would wait for this one
+        finally:
+            request, shared = stopped(), os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+            # The other processes would wait for this one. After a stop, torch may be half imported.
+            if shared and (request is None or "rope_ext_hf.runs.workers" in sys.modules):
                 from rope_ext_hf.runs.workers import tell_others
 
-                tell_others(error)
+                tell_others(reason if request is None else str(request), failed=bool(code))
         raise SystemExit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _stop_as_exit(context: Any = None) -> Iterator[None]:
+    """End the program with one line if it is asked to stop in the `with` block, by a signal or by Ctrl-C at a question.
+
+    A signal in the middle of an import may lead to an error of any kind.
+
+    Args:
+        context: that of the command, if it is known.
+    """
+    try:
+        yield
+    except BaseException as error:
+        request = stopped()
+        if request is None and not isinstance(error, (KeyboardInterrupt, typer.Abort)):
+            raise
+        settings = _SETTINGS.get(context and context.invoked_subcommand)
+        begun = settings is not None and settings.interrupted and LOCKED  # a run in a folder, and no dry run
+        print_error(f"stopped; {settings.interrupted}" if settings is not None and begun else "stopped")
+        raise typer.Exit(130 if request is None else request.exit_code) from error
 
 
 def _message(error: Exception) -> str:
@@ -228,14 +249,9 @@ def main() -> None:
     """Run `rope-ext` with the arguments of this process."""
     with suppress(OSError):  # a stream may be closed
         _keep_results_apart()
-    signal.signal(signal.SIGTERM, _terminate)
-    app()
-
-
-def _terminate(*_: object) -> None:
-    """Stop the command; a second SIGTERM ends the process at once."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise _Terminated
+    program = typer.main.get_command(app)
+    with raising():
+        program()
 
 
 def _keep_results_apart() -> None:

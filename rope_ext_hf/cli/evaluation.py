@@ -244,7 +244,9 @@ class Prepared:
         self.options = options
         name = options.model
         workers, load = processes.launched(options.load)
-        with workers.in_step(leave=False), foreign_errors(f"the model {short(name)!r} could not be measured"):
+        failure = f"the model {short(name)!r} could not be measured"
+        with workers.in_step(leave=options.dry_run), foreign_errors(failure):
+            workers.agree({"--dry-run": "yes" if options.dry_run else "no"})
             empty = load.empty_model(name)
             make = partial(forecast_plan, question) if options.dry_run else question.plan
             plan = make(empty, options.methods, tokenizer=load.tokenizer(name), **load.reading)
@@ -264,10 +266,11 @@ class Prepared:
         """Carry out the measurement and print its result; in a dry run, print the forecast and end the program."""
         from rope_ext_hf.files import foreign_errors
 
-        if self.forecast is not None:
-            print_result(self.forecast, self.options.as_json)
-            raise typer.Exit
         workers = self.run.workers
+        if self.forecast is not None:
+            if workers.rank == 0:
+                print_result(self.forecast, self.options.as_json)
+            raise typer.Exit
         with workers.in_step(), foreign_errors(f"the model {short(self.run.name)!r} could not be measured"):
             run = _carried_out(self.run, self.needed, self.options.out, self.file)
         if workers.rank == 0:

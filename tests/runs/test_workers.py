@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
@@ -25,6 +25,7 @@ from rope_ext_hf.runs import workers as module
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.workers import Workers
+from rope_ext_hf.stopping import raising
 from tests.support.forks import run_forked
 from tests.support.models import build
 from tests.support.texts import TWO_MODULES
@@ -47,7 +48,7 @@ def measure_a_part(out: Path, given: Mapping[str, Any]) -> None:
     module.SILENCE, module.GRACE, module.BEAT = SILENCE, 2.0, 0.2
     torch.set_num_threads(1)
     workers = Workers.from_launcher()
-    with workers.in_step():
+    with raising(), workers.in_step():
         if given.get("plans") == "badly":
             raise FileNotFoundError("texts.txt")
         model = build("llama", seed=given.get("seed", 0)).to(given.get("dtype", torch.float32))
@@ -71,6 +72,8 @@ def measure_a_part(out: Path, given: Mapping[str, Any]) -> None:
                 self.passes += 1
                 if self.passes == 3 and given.get("ends") == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
+                if self.passes == 3 and given.get("ends") == "stopped":
+                    os.kill(os.getpid(), signal.SIGTERM)
                 if self.passes == 3 and given.get("ends") == "failed":
                     raise RuntimeError("the device is lost")
 
@@ -147,6 +150,7 @@ def test_fewer_documents_than_processes(tmp_path: Path) -> None:
     ("how", "status", "reason"),
     [
         pytest.param({"ends": "killed"}, -9, "", marks=pytest.mark.thorough),
+        ({"ends": "stopped"}, 1, "ended: it was stopped by SIGTERM; the same command continues"),
         ({"ends": "failed"}, 1, "ended: the device is lost; the same command continues"),
         pytest.param({"plans": "badly"}, 1, "ended: texts.txt; the same command continues", marks=pytest.mark.thorough),
     ],
@@ -166,23 +170,65 @@ def test_one_that_ends_ends_the_others(
         assert "rope-ext: process 1 of 2 has given no sign of life for" in said[0]
 
 
-def _mistyped(out: Path, rank: int, port: int) -> None:
-    """The command line of one of two processes; the second one has an option that there is not."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    asked = ["ppl", "reference", "--lengths", "64,128", "--max-spans", "2", "--data", TWO_MODULES]
-    app([*asked, "--out", str(out), *(["--no-such-option"] if rank else [])])
+def _typed(out: Path, words: list[str]) -> None:
+    """The command line of one process."""
+    app(
+        [
+            "ppl",
+            "reference",
+            "--lengths",
+            "64,128",
+            "--max-spans",
+            "2",
+            "--data",
+            TWO_MODULES,
+            "--out",
+            str(out),
+            *words,
+        ]
+    )
+
+
+def typed_by_two(out: Path, words: list[list[str]], status: list[int], seconds: float = 150) -> list[str]:
+    """What two processes print whose command lines end with these words; the launcher has the store, as torchrun."""
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+    def run_one(rank: int) -> str:
+        environment = common | {"RANK": str(rank)}
+        how: dict[str, Any] = {"environment": environment, "status": status[rank], "seconds": seconds}
+        return run_forked(_typed, out, words[rank], folder=out, **how)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run_one, range(2)))
 
 
 @pytest.mark.slow
-def test_one_that_fails_before_they_meet_ends_the_others(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = time.monotonic()
-    with ThreadPoolExecutor(2) as pool:
-        said = pool.map(lambda rank: run_forked(_mistyped, tmp_path, rank, port, folder=tmp_path, status=2), range(2))
-    assert "process 1 of 2 ended: no such option: --no-such-option" in next(said)
-    assert time.monotonic() - started < 60
+@pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.thorough), 1])
+@pytest.mark.parametrize(
+    ("words", "status", "reason"),
+    [
+        (["--no-such-option"], 2, "process {} of 2 ended: no such option: --no-such-option"),
+        (["--dry-run"], 2, "the processes of this run differ in --dry-run"),
+        (["--help"], 0, "process {} of 2 ended: its command does not measure"),
+    ],
+)
+def test_one_that_ends_before_the_others_measure_is_named(
+    tmp_path: Path, words: list[str], status: int, reason: str, which: int
+) -> None:
+    typed: list[list[str]] = [[], []]
+    ends = [2, 2]
+    typed[which], ends[which] = words, status
+    # in less than the silence after which a process counts as killed
+    said = typed_by_two(tmp_path, typed, ends, seconds=35)
+    assert reason.format(which) in said[1 - which]
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_all_prints_once(tmp_path: Path) -> None:
+    said = typed_by_two(tmp_path, [["--dry-run"], ["--dry-run"]], [0, 0])
+    assert ["Nothing was run" in text for text in said] == [True, False]
 
 
 @pytest.mark.thorough
