@@ -7,6 +7,7 @@ time limit, but never for one that has ended.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -61,6 +62,7 @@ class _Meeting:
             ) from error
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+        atexit.register(self._leave_at_exit)
 
     def exchange(self, basis: Mapping[str, str]) -> None:
         """Wait for all processes, and check that all of them have the same values.
@@ -105,17 +107,18 @@ class _Meeting:
             self._fault_known.wait(SILENCE + 2 * BEAT)
         return self._fault
 
-    def leave(self, error: BaseException | None) -> None:
+    def leave(self, reason: str | None) -> None:
         """Tell the other processes that they need not wait for this one any more.
 
         Args:
-            error: the error that ends this process, and then the others; None: it has finished its work.
+            reason: why this process ends, and then the others; None: it has finished its work.
         """
+        atexit.unregister(self._leave_at_exit)
         self._left.set()
         self._thread.join()
         with suppress(RuntimeError):
-            if error is not None and self._fault is None:
-                text = f"process {self.rank} of {self.count} ended: {one_line(error)}"
+            if reason is not None and self._fault is None:
+                text = f"process {self.rank} of {self.count} ended: {reason}"
                 self._store.compare_set("failed", "", f"{text.removesuffix('.')}; {_CONTINUE}")
             self._store.set(f"alive/{self.rank}", _LEFT)
             deadline = time.monotonic() + GRACE + 3 * BEAT
@@ -123,6 +126,10 @@ class _Meeting:
                 if all(self._last_sign(self._store, other) == _LEFT for other in self._others):
                     return
                 time.sleep(0.1)
+
+    def _leave_at_exit(self) -> None:
+        """Leave when Python ends and nothing else has told the others why: a killed process is silent instead."""
+        self.leave("its program came to an end before it had measured its part")
 
     def _wait_for(self, key: str) -> bytes:
         """Wait until the shared store has the key, and return its value; raise RopeExtError if a process ends first."""
@@ -189,15 +196,22 @@ class _Meeting:
         return None
 
 
-def tell_others(error: BaseException) -> None:
-    """Make the other processes of a run end after an error in this one, if it has not connected to them yet.
+def tell_others(reason: str, *, failed: bool) -> None:
+    """Make the other processes of a run end because this one ends, if it has not connected to them yet.
 
     Without this they would wait for it. Nothing is done if no launcher started this process, or if it has connected: it
-    then tells the others of errors itself.
+    then tells the others itself.
+
+    Args:
+        reason: why this process ends.
+        failed: whether it has failed. If not, nothing is done unless torchrun connects the processes: without torchrun,
+            process 0 would wait for the others, and a command such as `describe` might wait for processes that do not
+            exist.
     """
-    if not _Meeting.met and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    connects = failed or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if connects and not _Meeting.met and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         with suppress(RopeExtError, ValueError):
-            _Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).leave(error)
+            _Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).leave(reason)
 
 
 def _connect() -> Any:
@@ -275,7 +289,7 @@ class Workers:
             yield
         except BaseException as error:
             fault = self.meeting.fault_behind(error)
-            self.meeting.leave(error)
+            self.meeting.leave(one_line(error))
             if fault is not None and not isinstance(error, KeyboardInterrupt):
                 raise RopeExtError(fault) from error
             raise
