@@ -22,7 +22,7 @@ from torch import nn
 
 from rope_ext_hf.downloads import download, hub_answers
 from rope_ext_hf.errors import CheckpointError, MethodError, entry, one_line, short
-from rope_ext_hf.files import disk_folder, foreign_errors, read_json
+from rope_ext_hf.files import FileStamps, disk_folder, file_stamps, foreign_errors, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, Adapter, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
@@ -76,7 +76,8 @@ _CONFIG_FILES = (*_CLASS_FILES, "generation_config.json", "params.json")
 _ALL_OF_A_TOKENIZER = (*_TOKENIZER_FILES, *_CLASS_FILES, "*.txt", "tekken.json", "chat_template*")
 """Patterns of all files that loading a tokenizer may read."""
 
-_FILE_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".json")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf")
+_FILE_SUFFIXES = (*_WEIGHT_SUFFIXES, ".json")
 """Suffixes by which a name is taken for that of a file, and not for a Hub id."""
 
 
@@ -265,7 +266,7 @@ def load_model(
 
     Raises:
         MethodError: the dtype is unknown, or the device cannot be used.
-        CheckpointError: there is no such model, or it cannot be loaded.
+        CheckpointError: there is no such model, it cannot be loaded, or its files change in the meantime.
     """
     torch_dtype = find_dtype(dtype) if isinstance(dtype, str) else dtype
     torch_device = find_device(device)
@@ -281,11 +282,33 @@ def load_model(
             converted = TemporaryDirectory(prefix="rope-ext-converted-", dir=disk_folder(), ignore_cleanup_errors=True)
             unless_loaded.callback(converted.cleanup)
             arguments["offload_folder"] = converted.name
+        stamps = _weight_stamps(source)
         model = from_pretrained(source, dtype=torch_dtype, trust_remote_code=trust_remote_code, **arguments)
+        if "device_map" not in arguments:
+            _take_out_of_files(model)
+        if _weight_stamps(source) != stamps:
+            raise CheckpointError(
+                f"the weights in {source!r} changed while they were read; load them once they are complete"
+            )
         check_pairing(model)
         kept = unless_loaded.pop_all()
         weakref.finalize(model, kept.close)  # when nothing refers to the model any more, and when the process ends
     return model.eval()
+
+
+def _weight_stamps(source: str) -> FileStamps:
+    """Return the stamps of the weight files in a folder; none for a Hub id, whose files in the cache never change."""
+    folder = Path(source)
+    return file_stamps(sorted(path for suffix in _WEIGHT_SUFFIXES for path in folder.glob(f"*{suffix}")))
+
+
+def _take_out_of_files(model: nn.Module) -> None:
+    """Copy the weights of a model on the CPU into memory of their own.
+
+    transformers leaves them in the files, mapped into memory: a file that is written anew during a measurement would
+    change the model, and one that becomes shorter would end the process (SIGBUS).
+    """
+    model._apply(lambda value: value.clone() if type(value) in (torch.Tensor, nn.Parameter) else value)
 
 
 def loads_by_layer(name: str | Path, empty: PreTrainedModel) -> bool:

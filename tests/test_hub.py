@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -206,3 +207,30 @@ def test_a_damaged_folder_is_one_line_and_exit_code_2(
         assert last.startswith("rope-ext: "), result.stderr
         assert len(last) < 1100
         assert result.stdout == ""
+
+
+@pytest.mark.parametrize("form", [".safetensors", ".bin"])
+def test_a_loaded_model_does_not_change_with_its_files(folder: Path, form: str) -> None:
+    """As where a training run saves again; a file that becomes shorter would end the process."""
+    weights = folder / "model.safetensors"
+    if form == ".bin":
+        torch.save(load_model("reference").state_dict(), folder / "pytorch_model.bin")
+        weights.unlink()
+        weights = folder / "pytorch_model.bin"
+    model, other = load_model(folder, device="cpu"), load_model("reference", device="cpu")
+    with weights.open("r+b") as file:
+        file.seek(weights.stat().st_size // 4)
+        file.write(bytes(weights.stat().st_size // 2))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_weights_that_change_while_they_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_while_saved(*arguments: Any, **kwargs: Any) -> Any:
+        model = rope.from_pretrained(*arguments, **kwargs)
+        shutil.copyfile(path() / "model.safetensors", folder / "model.safetensors")
+        return model
+
+    monkeypatch.setattr("rope_ext_hf.hub.from_pretrained", load_while_saved)
+    with pytest.raises(CheckpointError, match="changed while they were read; load them once they are complete"):
+        load_model(folder)
