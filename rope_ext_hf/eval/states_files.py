@@ -18,7 +18,7 @@ import hashlib
 import os
 import stat
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,26 +97,30 @@ class Rows:
 
 def tokens_read(document: Tokens, spans: Sequence[Span]) -> Tensor:
     """Return the token ids of a document that any of its spans reads, in order, (tokens,) int32."""
-    return document.ids[: _end(spans)][is_read_by(spans)].to(torch.int32)
+    return torch.cat([document.ids[begin:end] for begin, end in stretches(spans)]).to(torch.int32)
 
 
-def is_read_by(spans: Sequence[Span]) -> Tensor:
-    """Return for each token of a document, up to the last one that is read, whether a span reads it; (tokens,) bool."""
-    is_read = torch.zeros(_end(spans), dtype=torch.bool)
-    for span in spans:
-        is_read[max(0, span.start) : span.stop] = True
-    return is_read
+def stretches(spans: Iterable[Span]) -> list[tuple[int, int]]:
+    """Return the stretches of a document that spans read, in order: the first token, and the one after the last."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted((max(0, span.start), span.stop) for span in spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
 
 
-def _end(spans: Sequence[Span]) -> int:
-    return max(span.stop for span in spans)
+def count_read(spans: Iterable[Span]) -> int:
+    """Return the number of tokens of a document that spans read."""
+    return sum(end - begin for begin, end in stretches(spans))
 
 
-def tokens_digest(plan: EvalPlan) -> str:
-    """Return a digest of the token ids that the spans of a plan read, of the spans, and of the prefix."""
-    sha = hashlib.sha256(repr(plan.prefix).encode())
-    for document, spans in plan.documents:
-        sha.update(tokens_read(document, spans).numpy().tobytes() + repr([*map(tuple, spans)]).encode())
+def tokens_digest(prefix: tuple[int, ...], documents: Iterable[tuple[Tensor, Sequence[Span]]]) -> str:
+    """Return a digest of a prefix and of documents: the token ids that spans read, see `tokens_read`, and the spans."""
+    sha = hashlib.sha256(repr(prefix).encode())
+    for ids, spans in documents:
+        sha.update(ids.numpy().tobytes() + repr([*map(tuple, spans)]).encode())
     return sha.hexdigest()
 
 
@@ -157,7 +161,7 @@ def stored_bytes(model: PreTrainedModel, plan: EvalPlan, dtype: str, loaded: tor
     width = DTYPES.get(dtype, loaded).itemsize
     states = sum(Rows.of(plan).counts.values()) * head.in_features * width
     weights = head.out_features * (head.in_features + (head.bias is not None)) * loaded.itemsize
-    tokens = sum(int(is_read_by(spans).sum()) for _, spans in plan.documents) * torch.int32.itemsize
+    tokens = sum(count_read(spans) for _, spans in plan.documents) * torch.int32.itemsize
     return methods * states + weights + tokens
 
 

@@ -96,8 +96,9 @@ class StatesWriter:
     def _describe(self, plan: EvalPlan, text: str, names: str, head: nn.Linear, finishing: Finishing) -> None:
         """Write the head and the text, and last the file that describes them."""
         tensors = {"prefix": torch.tensor(plan.prefix, dtype=torch.int64)}
-        for item, (document, spans) in enumerate(plan.documents):
-            tensors[f"ids.{item}"] = tokens_read(document, spans)
+        read = [(tokens_read(document, spans), spans) for document, spans in plan.documents]
+        for item, (ids, spans) in enumerate(read):
+            tensors[f"ids.{item}"] = ids
             tensors[f"spans.{item}"] = torch.tensor(spans, dtype=torch.int64)
         _write_checked(self._folder / TEXT, tensors, self._first_checksum(TEXT))
         with _weights_in_place(head):
@@ -107,7 +108,7 @@ class StatesWriter:
         described = {
             "format": FORMAT,
             "text": text,
-            "tokens": tokens_digest(plan),
+            "tokens": tokens_digest(plan.prefix, read),
             "names": names,
             "finishing": finishing._asdict(),
         }

@@ -6,10 +6,12 @@ from it, links are not followed, and every file is checked against what it must 
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,9 +34,10 @@ from rope_ext_hf.eval.states_files import (
     TEXT,
     Rows,
     check_folder,
+    count_read,
     file_name,
     first_checksum,
-    is_read_by,
+    stretches,
     tokens_digest,
 )
 from rope_ext_hf.files import disk_errors, parse_json_object
@@ -53,7 +56,6 @@ if TYPE_CHECKING:
     pass
 
 _FLOATS = ("F16", "BF16", "F32", "F64")  # dtypes of heads and states, as safetensors names them
-_LONGEST = 2**30  # tokens of a document; a larger number in a file would only ask for memory
 
 
 @dataclass
@@ -64,7 +66,8 @@ class StoredStates:
         run: the run, with the results of this method alone.
         method: `RopeMethod.to_dict` of the method, or None for the model as loaded.
         label: the label of the method in the run.
-        plan: the documents and spans, as the run read them; without the text of the documents.
+        plan: the documents and spans, as the run read them; without the text of the documents, and without the tokens
+            that no span reads, so that spans begin earlier.
         names: a digest of the names of the tokens, see `token_names`; empty: it is not known.
         finishing: the steps from the numbers of the head to logits.
         vocabulary: the number of logits for each token.
@@ -120,9 +123,7 @@ class StoredStates:
 
         if described["text"] != run.settings.get("text"):
             raise FileError(f"the states in {str(states)!r} are those of another text than run.json's; {MEASURE_AGAIN}")
-        plan = _read_plan(checked(TEXT).file, run)
-        if described["tokens"] != tokens_digest(plan):
-            raise FileError(f"{str(states / TEXT)!r} has other tokens than the run read; {MEASURE_AGAIN}")
+        plan = _read_plan(checked(TEXT).file, run, described["tokens"])
         vocabulary, hidden = _head_shape(checked(HEAD).file)
         method = results[0].method
         contents, kind = RunContents.from_settings(run.settings), run_kind(run.settings["kind"])
@@ -229,8 +230,11 @@ def _description(path: Path) -> dict[str, Any]:
     return described
 
 
-def _read_plan(file: SafetensorsFile, run: Run[Any]) -> EvalPlan:
-    """Return the documents and spans that a run read, from the file that holds them."""
+def _read_plan(file: SafetensorsFile, run: Run[Any], digest: str) -> EvalPlan:
+    """Return the documents and spans that a run read, from the file that holds them.
+
+    `digest`: that of the tokens, see `tokens_digest`.
+    """
     path = file.path
     names, setting = run.settings["items"], run.settings["setting"]
     lengths = {int(cell[0]) for cell in run.settings["cells"]}
@@ -240,7 +244,7 @@ def _read_plan(file: SafetensorsFile, run: Run[Any]) -> EvalPlan:
     if {name: info.dtype for name, info in file.tensors.items()} != expected:
         raise _damaged(path, "it does not hold the token ids and spans of the run's documents")
     prefix = tuple(file.read("prefix").tolist())
-    documents = []
+    read = []
     for item, name in enumerate(names):
         known, rows = file.read(f"ids.{item}"), file.read(f"spans.{item}")
         if known.ndim != 1 or rows.ndim != 2 or rows.shape[1] != len(Span._fields) or not len(rows):
@@ -248,17 +252,34 @@ def _read_plan(file: SafetensorsFile, run: Run[Any]) -> EvalPlan:
         spans = tuple(Span(*row) for row in rows.tolist())
         for span in spans:
             right = span.length in lengths and span.context >= 1 and -len(prefix) <= span.start < span.score_from
-            if not right or not span.score_from < span.score_to <= span.stop <= _LONGEST:
+            if not right or not span.score_from < span.score_to <= span.stop:
                 raise _damaged(path, f"{tuple(span)} is not a span of the document {short(printable(name))!r}")
-        is_read = is_read_by(spans)
-        if int(is_read.sum()) != len(known):
+        if count_read(spans) != len(known):
             raise _damaged(path, f"its spans of {short(printable(name))!r} read another number of tokens")
-        ids = torch.zeros(len(is_read), dtype=torch.int64)
-        ids[is_read] = known.long()
-        documents.append((Tokens(name, ids, ()), spans))
+        read.append((known, spans))
+    if digest != tokens_digest(prefix, read):
+        raise FileError(f"{str(path)!r} has other tokens than the run read; {MEASURE_AGAIN}")
+    # Memory for the tokens that no span reads would follow from a number in the file, and not from its size.
+    documents = [
+        (Tokens(name, known.long(), ()), _without_gaps(spans)) for name, (known, spans) in zip(names, read, strict=True)
+    ]
     protocol = resolve_protocol(setting["protocol"])
     options = ProtocolOptions(setting["targets"], setting["stride"], max(1, len(prefix)))
     return EvalPlan(protocol, tuple(sorted(lengths)), options, prefix, tuple(documents), setting["left_out"])
+
+
+def _without_gaps(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Return the spans as they are in a document without the tokens that none of them reads."""
+    joined, before = stretches(spans), [0]
+    for begin, end in joined:
+        before.append(before[-1] + end - begin)
+    moved = []
+    for span in spans:
+        stretch = bisect_right(joined, (max(0, span.start), math.inf)) - 1
+        shift = joined[stretch][0] - before[stretch]
+        places = {name: getattr(span, name) - shift for name in ("start", "stop", "score_from", "score_to")}
+        moved.append(span._replace(**places))
+    return tuple(moved)
 
 
 def _head_shape(file: SafetensorsFile) -> tuple[int, int]:

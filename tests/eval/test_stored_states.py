@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import zlib
@@ -356,3 +357,33 @@ def test_states_of_two_methods_have_files_of_their_own(tmp_path: Path) -> None:
     assert [method_key(states.method) for states in (loaded, patched)] == [*run.names]
     span = loaded.plan.documents[0][1][0]
     assert not torch.equal(loaded.rows(0, span, 0, 5), patched.rows(0, span, 0, 5))
+
+
+def test_memory_follows_from_the_tokens_that_are_read_and_not_from_their_places(folder: Path, tmp_path: Path) -> None:
+    """The spans of a text begin behind a trillion tokens that no span reads."""
+    copy = shutil.copytree(folder, tmp_path / folder.name)
+    tensors = load_file(copy / "states" / "text.safetensors")
+    tensors["spans.0"] += torch.tensor([0, *4 * [10**12], 0])
+    save_checked(tensors, copy / "states" / "text.safetensors")
+    sha = hashlib.sha256(b"()")
+    for item in range(len(TEXTS)):
+        spans = [tuple(row) for row in tensors[f"spans.{item}"].tolist()]
+        sha.update(tensors[f"ids.{item}"].numpy().tobytes() + repr(spans).encode())
+    described_as(copy / "states", tokens=sha.hexdigest())
+    states, usual = StoredStates.open(copy), StoredStates.open(folder)
+    assert [len(text.ids) for text, _ in states.plan.documents] == [len(text.ids) for text, _ in usual.plan.documents]
+    assert divergence(build("llama"), copy)[0].kl == divergence(build("llama"), folder)[0].kl
+
+
+def test_gaps_between_spans_are_left_out(tmp_path: Path) -> None:
+    ids = torch.randint(3, 90, (2000,), generator=torch.Generator().manual_seed(0))
+    question: dict[str, Any] = {"lengths": [16, 32], "targets": 8, "bos": False, "max_spans": 3}
+    text = [Tokens("long", ids, tuple(range(1, 2001)))]
+    run = perplexity(build("llama"), text, store_states="model", out=tmp_path, **question).run
+    ((document, spans),) = StoredStates.open(run.folder).plan.documents
+    assert len(document.ids) == 3 * 32
+    read = [document.ids[span.start : span.stop] for span in spans if span.length == 32]
+    places = [next(i for i in range(2000) if torch.equal(ids[i : i + 32], part)) for part in read]
+    assert places == sorted(places)
+    assert places[-1] > 1000
+    assert [result.kl for result in divergence(build("llama"), run.folder)] == pytest.approx([0, 0], abs=1e-6)
