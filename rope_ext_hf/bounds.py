@@ -27,6 +27,8 @@ LIMITS = {
     "layers": 2_000,  # in each part of a model; the deepest published models have a few hundred
     "head_dim": 65_536,  # the widest published heads have 512 dims
     "json_bytes": 100_000_000,  # in a config or an index
+    "config_values": 20_000,  # transformers copies them dozens of times; a setting of every layer has some hundreds
+    "tokenizer_values": 400_000,  # in the settings of a tokenizer; 28,000 added tokens have some 230,000
     "pickle_bytes": 100_000_000,  # in all pickles of a .bin or .pth file
     "pickle_opcodes": 4_000_000,  # in one pickle; a tensor takes about 60, and the largest models have 50,000 tensors
 }
@@ -50,7 +52,8 @@ def limits(**values: int) -> Iterator[None]:
 
     Args:
         **values: the new limits; `layers` in each part of a model (default 2,000), `head_dim` (65,536), `json_bytes`
-            in a config or an index (100 million), and `pickle_bytes` (100 million) and `pickle_opcodes` (4 million) in
+            in a config or an index (100 million), `config_values` in a config (20,000), `tokenizer_values` in the
+            settings of a tokenizer (400,000), and `pickle_bytes` (100 million) and `pickle_opcodes` (4 million) in
             a .bin or .pth file.
 
     Raises:

@@ -61,6 +61,11 @@ _RESUMABLE_SUFFIXES = (".safetensors", ".pth")  # files of an interrupted run th
 _IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})  # they are no part of a model
 MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.safetensors.index.json")
 """Patterns of the files of a model in Mistral's own format."""
+_VALUES = {
+    **dict.fromkeys(("config.json", "generation_config.json", "adapter_config.json"), "config_values"),
+    **dict.fromkeys(("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"), "tokenizer_values"),
+}
+"""The files that transformers and PEFT read, with the limit on the number of their values."""
 COPY_BLOCK = 16 * 2**20  # bytes copied at a time
 PART_AGE = 3600  # seconds since the last write, after which a temporary file is taken as left by a killed process
 _FSYNC_INTERVAL = 0.05  # seconds between two background passes of fsync
@@ -248,14 +253,24 @@ def json_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def check_regular(folder: Path) -> None:
-    """Raise FileError for a device or a pipe in a folder, if the folder exists.
+def check_folder(folder: Path) -> None:
+    """Raise FileError for a file in a model folder that must not reach transformers; do nothing without the folder.
 
-    Reading a device may never end, and reading a pipe may never begin.
+    Reading a device may never end, and reading a pipe may never begin. A config with very many values takes minutes.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise FileError(f"{str(path)!r} is not a regular file but a device or a pipe; remove it from the folder")
+        if path.name in _VALUES and path.exists():
+            with _json_errors(path):
+                _check_values(_json_bytes(path), _VALUES[path.name])
+
+
+def _check_values(data: bytes, name: str) -> None:
+    """Raise ValueError if a JSON text may hold more values than the limit `name`; commas in texts count as well."""
+    count, most = 1 + sum(map(data.count, (b",", b"[", b"{"))), limit(name)
+    if count > most:
+        raise ValueError(f"about {count:,} values are more than {most:,}; {advice(name)}")
 
 
 def json_text(value: Any) -> str:

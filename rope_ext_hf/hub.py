@@ -22,7 +22,7 @@ from torch import nn
 
 from rope_ext_hf.downloads import download, hub_answers
 from rope_ext_hf.errors import CheckpointError, MethodError, entry, one_line, short
-from rope_ext_hf.files import FileStamps, disk_folder, file_stamps, foreign_errors, read_json
+from rope_ext_hf.files import FileStamps, check_folder, disk_folder, file_stamps, foreign_errors, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, Adapter, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
@@ -125,9 +125,12 @@ def model_folder(name: str | Path, *, revision: str | None = None, weights: bool
     source = model_source(name)
     if is_gguf(source):
         raise CheckpointError(f"{source!r} is a GGUF file, and a folder is needed here. {way_out(Path(source))}")
-    if _is_folder(Path(source)):
-        return Path(source)
-    return download(source, revision, weights=True) if weights else download(source, revision, patterns=_CONFIG_FILES)
+    folder = Path(source)
+    if not _is_folder(folder):
+        wanted: dict[str, Any] = {"weights": True} if weights else {"patterns": _CONFIG_FILES}
+        folder = download(source, revision, **wanted)
+    check_folder(folder)
+    return folder
 
 
 def folder_and_hub_id(name: str | Path, *, revision: str | None = None) -> tuple[Path, str | None]:
@@ -168,10 +171,11 @@ def _locate(
 
     def download_arguments(source: str, revision: str | None) -> dict[str, Any]:
         if _is_folder(Path(source)):
+            check_folder(Path(source))
             return {"revision": revision} if revision else {}
-        arguments: dict[str, Any] = {
-            "revision": download(source, revision, patterns=patterns, weights=weights).name  # the commit
-        }
+        folder = download(source, revision, patterns=patterns, weights=weights)
+        check_folder(folder)
+        arguments: dict[str, Any] = {"revision": folder.name}  # the commit
         if not (trust_remote_code and hub_answers(constants.ENDPOINT)):
             arguments["local_files_only"] = True
         return arguments

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from rope_ext_hf.hub import (
     model_folder,
     model_source,
 )
+from rope_ext_hf.patches.loading import load_config
 from rope_ext_hf.reference import path
+from tests.support.commands import run
 from tests.support.forks import run_command, run_forked
 from tests.support.texts import ONE_MODULE
 
@@ -234,3 +237,36 @@ def test_weights_that_change_while_they_are_read(folder: Path, monkeypatch: pyte
     monkeypatch.setattr("rope_ext_hf.hub.from_pretrained", load_while_saved)
     with pytest.raises(CheckpointError, match="changed while they were read; load them once they are complete"):
         load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "readers"),
+    [
+        ("config.json", 20_000, [load_empty, load_model, model_folder, rope.from_pretrained, load_config]),
+        ("generation_config.json", 20_000, [load_model, rope.from_pretrained]),
+        ("tokenizer_config.json", 400_000, [load_tokenizer]),
+    ],
+)
+def test_a_file_of_very_many_values_is_refused_before_transformers_reads_it(
+    file: str, values: int, readers: list[Callable[[Path], Any]], folder: Path
+) -> None:
+    """transformers takes minutes for a megabyte of small lists."""
+    content = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps(content | {"more": [[n] for n in range(values)]}))
+    for reader in readers:
+        with pytest.raises(
+            rope.FileError, match=rf"{file}' cannot be read: about [\d,]+ values are more than {values:,}"
+        ):
+            reader(folder)
+    (folder / file).write_text(json.dumps(content | {"more": " " * 10 * values}))
+    for reader in readers:
+        assert reader(folder)
+
+
+def test_the_limit_on_values_can_be_raised(folder: Path) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"more": [0] * 20_000}))
+    code, _, err = run("describe", folder)
+    assert code == 2
+    assert "raise the limit: --raise-limit config_values=NUMBER" in err
+    assert run("describe", folder, "--raise-limit", "config_values=30000")[0] == 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.downloads import only_cached
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, one_line, short
-from rope_ext_hf.files import check_regular
+from rope_ext_hf.files import check_folder
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
 from rope_ext_hf.other_formats import check_format, check_packed, without_config
@@ -82,6 +82,7 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if is_path and not Path(name).expanduser().is_dir():
         raise CheckpointError(f"no such model folder: {name!r}")
+    check_folder(Path(name))
     try:
         raw, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
     except OSError as error:
@@ -289,7 +290,7 @@ def _load_patched(
         config, _ = before_patch(kwargs.pop("config"))
     check_sizes(config)
     check_packed(vars(config), path)
-    check_regular(Path(path))
+    check_folder(Path(path))
     loader = class_to_load(config, auto_class)
     if GGUF_FILE in kwargs:
         model = _load_whole(loader, path, auto_class, {"config": config, **dequantizing(), **kwargs})

@@ -51,7 +51,7 @@ RUN_FILE = "run.yaml"  # the name of the file in a run's folder
 IN_MEMORY = "in_memory"
 """The only key of a value that no file can hold, such as a list of texts; it says what the value was."""
 _FORMAT = 1  # the format that is written
-_MOST_BYTES = 1_000_000
+_MOST_BYTES = 100_000  # PyYAML reads some 130,000 bytes a second
 _DIGITS = 16  # of a digest
 _HEAD = "# To repeat this run: rope-ext run FILE. Its options override, e.g. --out again\n"
 
