@@ -98,7 +98,7 @@ build/exports/ready: Makefile
 # and the kernels library lie below build/ (690 MB), where they change nothing about other tests.
 KERNELS := tests/rotary/test_triton_rotation_compiled.py tests/rotary/test_triton_rotation.py \
 	tests/attention/test_triton_merging_compiled.py tests/attention/test_triton_merging.py \
-	tests/patches/test_forward_hooks_kernels.py
+	tests/patches/forward/test_forward_hooks_kernels.py
 test-kernels: .venv/ready build/kernels/ready
 	ROPE_EXT_KERNELS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/kernels TRITON_CACHE_DIR=build/triton-cache $(RUN)/python -m pytest \
 		-n $(WORKERS) -p tests.support.hub_kernels $(KERNELS)

@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import Result, perplexity
-from rope_ext_hf.eval.perplexity_runs import difference
+from rope_ext_hf.eval.perplexity.perplexity_runs import difference
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.patching import patched
-from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import tokenize
+from rope_ext_hf.reading.text.load import load
 from rope_ext_hf.reference import path
 
 FACTORS = "2,4,8,16"

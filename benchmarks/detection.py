@@ -25,7 +25,7 @@ from training_text import stdlib_training
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 import rope_ext_hf as rope
-from rope_ext_hf.reading.corpora import stdlib_held_out
+from rope_ext_hf.reading.text.load import stdlib_held_out
 from rope_ext_hf.reference import path
 
 TOKENIZER = ByT5Tokenizer(extra_ids=0)

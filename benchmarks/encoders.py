@@ -33,8 +33,8 @@ from training import take_steps, warmup_and_cosine
 from training_text import stdlib_training
 from transformers import BertConfig, BertForMaskedLM, RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
 
-from rope_ext_hf.reading.corpora import stdlib_held_out
-from rope_ext_hf.reading.documents import Document
+from rope_ext_hf.reading.text.documents import Document
+from rope_ext_hf.reading.text.load import stdlib_held_out
 from rope_ext_hf.tools import modules
 
 SEED = 0

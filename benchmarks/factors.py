@@ -26,14 +26,14 @@ from transformers import AutoModelForCausalLM
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import Result
-from rope_ext_hf.eval.perplexity_measurement import PerplexityMeasurement
+from rope_ext_hf.eval.perplexity.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
 from rope_ext_hf.patches.patching import patched
-from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import EvalPlan, prepare, tokenize
+from rope_ext_hf.reading.text.load import load
 from rope_ext_hf.reference import path
 from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.runner import carry_out

@@ -36,8 +36,8 @@ from stock import attention_kernels, attention_kernels_and_launches, usual_dtype
 from timing import timed
 from torch import Tensor
 
-from rope_ext_hf.reading.memory import cached_bytes
-from rope_ext_hf.reading.operations import estimate_flops
+from rope_ext_hf.reading.cost.memory import cached_bytes
+from rope_ext_hf.reading.cost.operations import estimate_flops
 from rope_ext_hf.reading.scorer import TokenScorer
 
 Row = dict[str, Any]

@@ -36,9 +36,9 @@ from timing import timed
 from torch import Tensor
 
 import rope_ext_hf as rope
-from rope_ext_hf.patches.slots import patch_state
-from rope_ext_hf.reading.memory import available, cached_bytes, estimate_memory, widest_activation
-from rope_ext_hf.reading.operations import estimate_flops, measure_flops
+from rope_ext_hf.patches.slots.patched_slot import patch_state
+from rope_ext_hf.reading.cost.memory import available, cached_bytes, estimate_memory, widest_activation
+from rope_ext_hf.reading.cost.operations import estimate_flops, measure_flops
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measure how often the 95% intervals of `rope_ext_hf.runs.statistics` cover the true mean, by number of items.
+"""Measure how often 95% intervals (rope_ext_hf/runs/conclusions/statistics.py) cover the true mean, by number of items.
 
     python benchmarks/intervals.py
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from record import benchmark_parser, record
 
-from rope_ext_hf.runs.statistics import Estimate, estimate, estimate_share, estimate_share_change
+from rope_ext_hf.runs.conclusions.statistics import Estimate, estimate, estimate_share, estimate_share_change
 
 Items = NDArray[np.float64]
 

@@ -37,7 +37,7 @@ from training import in_bits, take_steps
 from training_text import stdlib_training
 
 import rope_ext_hf as rope
-from rope_ext_hf.reading.corpora import stdlib_held_out
+from rope_ext_hf.reading.text.load import stdlib_held_out
 from rope_ext_hf.tools import modules
 
 HEADS, DIM = 2, 64

@@ -39,8 +39,8 @@ from torch import Tensor
 
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.hub import load_model, load_tokenizer
-from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.text.documents import Tokens
+from rope_ext_hf.reading.text.load import load
 
 Read = Callable[[Any, Any, Tensor, int, int], tuple[float, int]]
 """Takes the model, the tokenizer, the tokens, length and stride; returns a loss in nats per token, and the tokens."""

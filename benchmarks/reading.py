@@ -88,8 +88,8 @@ def build(device: str, dtype: str, longest: int, vocabulary: int) -> Any:
 def one(way: str, lengths: list[int], device: str, dtype: str, vocabulary: int) -> dict[str, Any]:
     """One run in this process: one way of reading the longest length, or all lengths."""
     from rope_ext_hf.eval import perplexity
-    from rope_ext_hf.reading.documents import Tokens
     from rope_ext_hf.reading.scorer import TokenScorer
+    from rope_ext_hf.reading.text.documents import Tokens
 
     length = max(lengths)
     model = build(device, dtype, length, vocabulary)

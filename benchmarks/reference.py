@@ -18,16 +18,16 @@ from record import benchmark_parser, record
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_ext_hf.eval import Result, perplexity
-from rope_ext_hf.eval.perplexity_runs import difference
+from rope_ext_hf.eval.perplexity.perplexity_runs import difference
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
 from rope_ext_hf.patches.patching import patched
-from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.spans import tokenize
+from rope_ext_hf.reading.text.documents import Tokens
+from rope_ext_hf.reading.text.load import load
 from rope_ext_hf.reference import path
-from rope_ext_hf.runs.labels import label
+from rope_ext_hf.runs.conclusions.labels import label
 
 SCALES = (1, 2, 4, 8)
 METHODS: list[tuple[str, dict[str, Any]]] = [

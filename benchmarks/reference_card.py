@@ -14,7 +14,7 @@ import torch
 from training_prompts import WORDINGS, ask_in_training
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rope_ext_hf.reading.corpora import HELD_OUT
+from rope_ext_hf.reading.text.load import HELD_OUT
 
 __all__ = ["write_card"]
 

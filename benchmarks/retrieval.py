@@ -109,8 +109,8 @@ def main() -> None:
 
     import rope_ext_hf as rope
     from rope_ext_hf.eval import passkey
-    from rope_ext_hf.reading.corpora import load
-    from rope_ext_hf.reading.documents import Document
+    from rope_ext_hf.reading.text.documents import Document
+    from rope_ext_hf.reading.text.load import load
     from rope_ext_hf.reference import path
 
     lengths = [int(length) for length in arguments.lengths.split(",")]

@@ -27,8 +27,8 @@ from rope_ext_hf.eval import measure
 from rope_ext_hf.hub import model_source
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry
-from rope_ext_hf.runs.labels import label
-from rope_ext_hf.runs.statistics import estimate_share_change
+from rope_ext_hf.runs.conclusions.labels import label
+from rope_ext_hf.runs.conclusions.statistics import estimate_share_change
 from rope_ext_hf.tools.suites import Tasks
 from rope_ext_hf.tools.suites.base import suite
 

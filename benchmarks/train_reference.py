@@ -35,8 +35,8 @@ from training_prompts import Part, Prompt, training_prompt
 from training_text import stdlib_training
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
-from rope_ext_hf.reading.corpora import stdlib_held_out
-from rope_ext_hf.reading.documents import Document
+from rope_ext_hf.reading.text.documents import Document
+from rope_ext_hf.reading.text.load import stdlib_held_out
 
 SEED = 20240517
 TRAINED_LENGTH = 256

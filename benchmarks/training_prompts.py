@@ -15,7 +15,7 @@ import string
 from dataclasses import dataclass
 from enum import IntEnum
 
-from rope_ext_hf.eval.statements import RETRIEVALS, RetrievalQuestion, Wording, ask, draw_distinct, insert
+from rope_ext_hf.eval.retrieval.statements import RETRIEVALS, RetrievalQuestion, Wording, ask, draw_distinct, insert
 
 OPENING_CHARACTERS = (string.ascii_letters + string.digits + string.punctuation).translate({ord(c): None for c in "{}"})
 """What may stand before a number in training, so that no opening of a measurement is new to it."""

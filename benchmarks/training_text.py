@@ -5,8 +5,8 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-from rope_ext_hf.reading.corpora import HELD_OUT
-from rope_ext_hf.reading.documents import Document
+from rope_ext_hf.reading.text.documents import Document
+from rope_ext_hf.reading.text.load import HELD_OUT
 
 # Tests are absent from many distributions; encodings are tables of code points, not text.
 _NOT_TEXT = frozenset({"__pycache__", "encodings", "idle_test", "site-packages", "test", "tests"})

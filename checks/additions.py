@@ -199,7 +199,7 @@ unrotated = ["v_proj", "o_proj", "gate_proj"]
 
 
 def family() -> None:
-    from rope_ext_hf.patches.families import family as known
+    from rope_ext_hf.models.families import family as known
 
     assert known("hrm_text").rotated == known("llama").rotated
     assert known("hrm_text").unrotated != known("llama").unrotated
@@ -221,7 +221,7 @@ source = "https://example.org/nobodys"
 def recipe() -> None:
     from transformers import LlamaConfig
 
-    from rope_ext_hf.patches.recipes import find_recipe
+    from rope_ext_hf.models.recipes import find_recipe
 
     settings = {"rope_type": "default", "rope_theta": 12345.0}
     found = find_recipe(LlamaConfig(max_position_embeddings=4321, rope_parameters=settings))
@@ -288,7 +288,7 @@ def protocol() -> None:
 
 
 def text_format() -> None:
-    from rope_ext_hf.reading.corpora import load
+    from rope_ext_hf.reading.text.load import load
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "rows.lines").write_text('{"text": "one"}\n{"text": "two"}\n', encoding="utf-8")
@@ -333,7 +333,7 @@ held_out = [["\\n{name}: level {value}.\\n", "\\n{name}: level"]]
 def retrieval() -> None:
     import random
 
-    from rope_ext_hf.eval.statements import RETRIEVALS, ask
+    from rope_ext_hf.eval.retrieval.statements import RETRIEVALS, ask
 
     assert "level" in ask(RETRIEVALS["level"], random.Random(0)).statements[0]
 
@@ -490,7 +490,7 @@ def public_name() -> None:
     assert "parse_length" in rope.__all__
 
 
-METHODS, PATCHES, EVAL, TOOLS = (f"rope_ext_hf/{folder}" for folder in ("methods", "patches", "eval", "tools"))
+METHODS, MODELS, EVAL, TOOLS = (f"rope_ext_hf/{folder}" for folder in ("methods", "models", "eval", "tools"))
 NEWS = '"source": "nobody/tiny-7b, config.json", "method": "default", "context_length": 512, "original_length": 512'
 TINY = '{"model_type": "llama", "head_dim": 8, "max_position_embeddings": 512, "rope_theta": 5000.0}'
 INT8 = '"inv_freq": 2e-5, "magnitude": 1e-6, "angle": 5e-6, "cos_sin": 8e-3, "logits": 1.0, "reason": "as bfloat16"'
@@ -528,8 +528,8 @@ CHANGES = (
         guidance,
         [("a factor above the length that is needed can be given", "the frequencies must stay in whole octaves")],
     ),
-    Change("a model family that the probe does not understand", f"{PATCHES}/families.toml", family, at_end(FAMILY)),
-    Change("a published recipe for a longer context", f"{PATCHES}/recipes.toml", recipe, at_end(RECIPE)),
+    Change("a model family that the probe does not understand", f"{MODELS}/families.toml", family, at_end(FAMILY)),
+    Change("a published recipe for a longer context", f"{MODELS}/recipes.toml", recipe, at_end(RECIPE)),
     Change("what a paper reports of methods", f"{TOOLS}/advice/reported.toml", reported, at_end(REPORTED)),
     Change(
         "a published configuration",
@@ -546,12 +546,12 @@ CHANGES = (
     Change("an evaluation protocol", "rope_ext_hf/reading/protocols.py", protocol, at_end(PROTOCOL)),
     Change(
         "a format of text files",
-        "rope_ext_hf/reading/text_files.py",
+        "rope_ext_hf/reading/text/text_files.py",
         text_format,
         [('    ".arrow": _read_arrow,\n', '    ".arrow": _read_arrow,\n    ".lines": _read_json_lines,\n')],
     ),
     Change("a suite of tasks", f"{TOOLS}/suites/colours.py", suite, at_end(SUITE)),
-    Change("a retrieval task", f"{EVAL}/retrievals.toml", retrieval, at_end(LEVEL)),
+    Change("a retrieval task", f"{EVAL}/retrieval/retrievals.toml", retrieval, at_end(LEVEL)),
     Change(
         "the wording of a suite",
         f"{TOOLS}/suites/wordings.toml",

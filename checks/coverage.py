@@ -38,7 +38,7 @@ from rope_ext_hf.errors import LengthError, RopeExtError, one_line
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.patches.config_model import ConfigModel
 from rope_ext_hf.patches.geometry import patch_geometry
-from rope_ext_hf.patches.row_probe import pairing_of
+from rope_ext_hf.patches.rows.row_probe import pairing_of
 from rope_ext_hf.reading.scorer import TokenScorer
 from tests.support.every_model import Entry, build, data, entries, holds_rope, inputs
 from tests.support.method_examples import example_method

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.runs.labels import label
+from rope_ext_hf.runs.conclusions.labels import label
 
 ROOT = Path(__file__).parent.parent
 ANSWERS = ROOT / "tests" / "tools" / "servers" / "recorded"

@@ -46,7 +46,7 @@ from checks.vllm_engine import SIZES, WINDOWS
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
-from rope_ext_hf.patches.config_keys import yarn_magnitude
+from rope_ext_hf.models.config_keys import yarn_magnitude
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools import servers, serving
 from rope_ext_hf.tools.engines.formulas import longrope_magnitude

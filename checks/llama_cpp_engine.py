@@ -34,9 +34,9 @@ from transformers.utils import logging
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, ServingError
-from rope_ext_hf.gguf_files import read_file_rope
+from rope_ext_hf.files.gguf_files import read_file_rope
 from rope_ext_hf.hub import load_tokenizer
-from rope_ext_hf.reading.corpora import stdlib_held_out
+from rope_ext_hf.reading.text.load import stdlib_held_out
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools.engines.base import find_engine
 from rope_ext_hf.tools.engines.gguf_rules import ARCHITECTURES, converted, file_computes

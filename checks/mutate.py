@@ -53,10 +53,10 @@ TESTS = {
     "rope_ext_hf/attention/blockwise.py": ["attention/blockwise", "patches/attention_hooks", "tools/modules/hybrids"],
     "rope_ext_hf/rotary/phase.py": ["rotary/embedding"],
     "rope_ext_hf/rotary/pairing.py": ["rotary/pairing"],
-    "rope_ext_hf/checkpoints/head_blocks.py": ["checkpoints/row_layouts", "patches/families"],
-    "rope_ext_hf/checkpoints/row_layouts.py": ["checkpoints/row_layouts", "patches/families"],
-    "rope_ext_hf/checkpoints/tensor_names.py": ["checkpoints/row_layouts", "patches/families"],
-    "patches/families.py": ["patches/families", "checkpoints/row_layouts"],
+    "rope_ext_hf/checkpoints/rows/head_blocks.py": ["checkpoints/row_layouts", "patches/families"],
+    "rope_ext_hf/checkpoints/rows/row_layouts.py": ["checkpoints/row_layouts", "patches/families"],
+    "rope_ext_hf/checkpoints/files/tensor_names.py": ["checkpoints/row_layouts", "patches/families"],
+    "models/families.py": ["patches/families", "checkpoints/row_layouts"],
     "rope_ext_hf/reading/protocols.py": ["reading/protocols", "eval/measuring"],
 }
 """Module -> its tests, those that notice most first."""

@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.engine_keys import compare_engines
+from rope_ext_hf.models.engine_keys import compare_engines
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools import serving

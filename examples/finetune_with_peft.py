@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
-from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.text.load import load
 from rope_ext_hf.reference import path
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())

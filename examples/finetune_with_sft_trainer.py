@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 import rope_ext_hf as rope
-from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.text.load import load
 from rope_ext_hf.reference import path
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 import rope_ext_hf as rope
 from rope_ext_hf.hub import leading_tokens
-from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.text.load import load
 from rope_ext_hf.reference import path
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())

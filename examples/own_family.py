@@ -44,4 +44,4 @@ rope.convert_checkpoint(folder / "interleaved", folder / "back", to="half")
 before, after = ((folder / name / "model.safetensors").read_bytes() for name in ("half", "back"))
 assert before == after
 
-# A class that the probe does not understand needs a table in rope_ext_hf/patches/families.toml, whose top explains it.
+# A class that the probe does not understand needs a table in rope_ext_hf/models/families.toml, whose top explains it.

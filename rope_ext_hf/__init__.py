@@ -16,9 +16,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rope_ext_hf.bounds import limits as limits
     from rope_ext_hf.checkpoints.conversion import convert_checkpoint as convert_checkpoint
-    from rope_ext_hf.checkpoints.detection import detect_pairing as detect_pairing
     from rope_ext_hf.checkpoints.live_model import convert as convert
-    from rope_ext_hf.checkpoints.pairing_report import PairingReport as PairingReport
+    from rope_ext_hf.checkpoints.pairing.detection import detect_pairing as detect_pairing
+    from rope_ext_hf.checkpoints.pairing.pairing_report import PairingReport as PairingReport
     from rope_ext_hf.checkpoints.report import ConversionReport as ConversionReport
     from rope_ext_hf.errors import CheckpointError as CheckpointError
     from rope_ext_hf.errors import CorpusError as CorpusError
@@ -39,10 +39,8 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.applying import apply_plan as apply_plan
     from rope_ext_hf.patches.describing import Description as Description
     from rope_ext_hf.patches.describing import describe as describe
-    from rope_ext_hf.patches.fingerprint import Fingerprint as Fingerprint
     from rope_ext_hf.patches.loading import from_pretrained as from_pretrained
     from rope_ext_hf.patches.loading_classes import loading_class as loading_class
-    from rope_ext_hf.patches.loading_code import write_loading_code as write_loading_code
     from rope_ext_hf.patches.patching import fixed_length as fixed_length
     from rope_ext_hf.patches.patching import patch as patch
     from rope_ext_hf.patches.patching import patched as patched
@@ -50,6 +48,8 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.patching import unpatch as unpatch
     from rope_ext_hf.patches.planning import PatchPlan as PatchPlan
     from rope_ext_hf.patches.planning import plan_patch as plan_patch
+    from rope_ext_hf.patches.saved.fingerprint import Fingerprint as Fingerprint
+    from rope_ext_hf.patches.saved.loading_code import write_loading_code as write_loading_code
     from rope_ext_hf.rotary.embedding import RotaryEmbedding as RotaryEmbedding
     from rope_ext_hf.rotary.standalone import NTKAwareRoPE as NTKAwareRoPE
     from rope_ext_hf.rotary.standalone import apply_rotary_pos_emb as apply_rotary_pos_emb

@@ -20,15 +20,17 @@ import torch
 from huggingface_hub import constants
 from torch import nn
 
-from rope_ext_hf.downloads import download, hub_answers
 from rope_ext_hf.errors import CheckpointError, MethodError, entry, one_line, short
-from rope_ext_hf.files import FileStamps, check_folder, disk_folder, file_stamps, foreign_errors, read_json
+from rope_ext_hf.files.downloads import download, hub_answers
+from rope_ext_hf.files.whole import FileStamps, check_folder, disk_folder, file_stamps, foreign_errors, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
-from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, Adapter, find_adapter, finding_base, tokenizer_source
-from rope_ext_hf.patches.config import UNKNOWN_TYPE
-from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
+from rope_ext_hf.models.config import UNKNOWN_TYPE
+from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.patches.geometry import check_pairing
-from rope_ext_hf.patches.gguf_models import (
+from rope_ext_hf.patches.loading import find_config, from_pretrained, restore_patch
+from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG, Adapter, find_adapter, finding_base, tokenizer_source
+from rope_ext_hf.patches.saved.fingerprint import Fingerprint, fingerprint_of
+from rope_ext_hf.patches.saved.gguf_models import (
     GGUF_FILE,
     check_gguf_exists,
     check_no_gguf_folder,
@@ -37,8 +39,6 @@ from rope_ext_hf.patches.gguf_models import (
     way_out,
     with_gguf_file,
 )
-from rope_ext_hf.patches.loading import find_config, from_pretrained, restore_patch
-from rope_ext_hf.patches.model_classes import empty_model
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:

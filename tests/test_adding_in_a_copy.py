@@ -74,7 +74,7 @@ def test_one_file_is_enough(title: str, results: dict[str, str]) -> None:
 
 
 def test_what_runs_over_everything_registered_passes(copy: Path) -> None:
-    contracts = ["tests/reading/test_protocols.py", "tests/tools/serving", "tests/patches/test_families.py"]
+    contracts = ["tests/reading/test_protocols.py", "tests/tools/serving", "tests/models/test_families.py"]
     contracts += ["tests/test_architecture.py", "tests/test_docs.py"]
     pytest_run = ["-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-m", "not slow"]
     ran = run(copy, *pytest_run, *contracts) + run(copy, *pytest_run, "-k", "slow-half or far-thirds", "tests/methods")

@@ -29,10 +29,10 @@ from rope_ext_hf.methods import registry
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import frequencies, register_method, resolve_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
-from rope_ext_hf.patches import families
-from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.models import families
 from rope_ext_hf.reading.protocols import PROTOCOLS, ProtocolOptions, Span, protocol_help, register_protocol
-from rope_ext_hf.runs.labels import label
+from rope_ext_hf.reading.text.documents import Tokens
+from rope_ext_hf.runs.conclusions.labels import label
 from tests.support import oracles
 from tests.support.contracts import MethodContract, assert_close, attend_and_definition
 from tests.support.method_checks import GEOMETRY, assert_same

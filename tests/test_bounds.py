@@ -18,7 +18,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.bounds import LIMITS, limit, whole
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.hub import load_model
-from rope_ext_hf.patches.model_classes import empty_model
+from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.reference import path
 
 

@@ -18,7 +18,7 @@ import rope_ext_hf as rope
 from rope_ext_hf import CheckpointError, MethodError
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.files import foreign_errors
+from rope_ext_hf.files.whole import foreign_errors
 from rope_ext_hf.hub import (
     find_device,
     find_dtype,

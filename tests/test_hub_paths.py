@@ -411,7 +411,7 @@ def text_repositories() -> dict[str, dict[str, bytes]]:
 
 def texts(data: str) -> list[str | list[int]]:
     """The texts of a corpus, or what its error is."""
-    from rope_ext_hf.reading.corpora import load
+    from rope_ext_hf.reading.text.load import load
 
     return [document.text if document.ids is None else list(document.ids) for document in load(data)]
 

@@ -132,7 +132,7 @@ def test_the_wheel_holds_every_source_file_under_one_name(tmp_path: Path) -> Non
     assert names == expected
     assert {
         "rope_ext_hf/py.typed",
-        "rope_ext_hf/patches/families.toml",
+        "rope_ext_hf/models/families.toml",
         "rope_ext_hf/tools/advice/measured.json",
     } < names
     assert "rope_ext_hf/reference/model.safetensors" in names

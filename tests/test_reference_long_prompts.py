@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import rope_ext_hf as rope
-from rope_ext_hf.eval.statements import RETRIEVALS, ask
+from rope_ext_hf.eval.retrieval.statements import RETRIEVALS, ask
 from rope_ext_hf.reference import path
 
 TRAINED = 256

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import rope_ext_hf as rope
+from rope_ext_hf.reading.larger.waiting_states import Place
 from rope_ext_hf.reading.scorer import TokenScorer
-from rope_ext_hf.reading.waiting_states import Place
 from tests import test_gpu
 from tests.support.models import build, tokens
 from tests.support.simulated_cuda import FIRST, CudaTensor, SimulatedCuda, no_waits, why_unavailable
@@ -359,7 +359,7 @@ def test_weights_that_wait_in_main_memory(device: SimulatedCuda, family: str) ->
     before = device.live
     torch.testing.assert_close(scorer.losses(ids, 10), expected, atol=1e-3, rtol=0)
     copies = [name for name in device.places.elements() if name.startswith("to_device")]
-    in_thread = [name for name in copies if "rope_ext_hf/reading/offloaded_weights.py" in name]
+    in_thread = [name for name in copies if "rope_ext_hf/reading/larger/offloaded_weights.py" in name]
     assert len(in_thread) == weights, device.places
     assert 2 * layer < device.peak - before < 2 * layer + others + layer // 2
     assert device.live - before < layer // 100  # the cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from docs.figures.registry import Row, figure, made_by, markdown_table, read_result
-from rope_ext_hf.reading.memory import cached_bytes
+from rope_ext_hf.reading.cost.memory import cached_bytes
 
 
 @figure

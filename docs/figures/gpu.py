@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from docs.figures.registry import PROCESSORS, ROOT, Row, figure, in_bits, markdown_table, read_lines, stamp
-from rope_ext_hf.runs.statistics import estimate
+from rope_ext_hf.runs.conclusions.statistics import estimate
 
 NOTHING = "\nNothing yet.\n"
 FEWEST = 3
@@ -112,7 +112,7 @@ def fitting_memory() -> tuple[Row, ...]:
     sys.path.append(str(ROOT / "benchmarks"))
     from gpu_shapes import random_model
 
-    from rope_ext_hf.reading.memory import GPU_WORKING_BYTES, estimate_memory
+    from rope_ext_hf.reading.cost.memory import GPU_WORKING_BYTES, estimate_memory
 
     model = random_model("8B", "meta", torch.bfloat16)
     rows = []

@@ -34,7 +34,7 @@ def _published() -> Iterator[dict[str, Published]]:
 @figure
 def published_models() -> str:
     """Return a row per model: its lengths, its own scaling, what `extend` chooses, who serves that, and its memory."""
-    from rope_ext_hf.reading.memory import cached_bytes
+    from rope_ext_hf.reading.cost.memory import cached_bytes
     from rope_ext_hf.tools.advice.advising import advise
     from rope_ext_hf.tools.serving.configs import open_model
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from docs.figures.registry import Row, figure, in_bits, length_heads, markdown_table, read_lines, read_result, stamp
 from rope_ext_hf.errors import counted
-from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate
+from rope_ext_hf.runs.conclusions.statistics import FEWEST, Estimate, estimate
 
 
 @figure

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from docs.figures.registry import figure, markdown_table
 
 if TYPE_CHECKING:
-    from rope_ext_hf.patches.recipes import Recipe
+    from rope_ext_hf.models.recipes import Recipe
 
 
 @figure
 def recipe_table() -> str:
-    from rope_ext_hf.patches.recipes import recipes
+    from rope_ext_hf.models.recipes import recipes
 
     def cells(recipe: Recipe) -> tuple[str, ...]:
         extended = f"{recipe.extended_length:,}" if recipe.extended_length else "–"
@@ -26,7 +26,7 @@ def recipe_table() -> str:
 
 @figure
 def recipe_entries() -> str:
-    from rope_ext_hf.patches.recipes import recipes
+    from rope_ext_hf.models.recipes import recipes
 
     rows = ((recipe.name, f"`{json.dumps(recipe.entry)}`") for recipe in recipes() if recipe.entry)
     return markdown_table(["models", "entry"], rows)

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.runs.statistics import Estimate
+from rope_ext_hf.runs.conclusions.statistics import Estimate
 
 ROOT = Path(__file__).parent.parent.parent
 PROCESSORS = ("x86_64", "aarch64", "arm64", "AMD64")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from docs.figures.registry import FIGURES, ROOT, anchor, figure, made_by, markdown_table, names_in_lines, read_result
 from rope_ext_hf.errors import RopeExtError, ServingError
-from rope_ext_hf.files import package_table
+from rope_ext_hf.files.whole import package_table
 from rope_ext_hf.tools.engines.base import Engine, find_engine, list_engines
 from rope_ext_hf.tools.engines.target import Target
 from rope_ext_hf.tools.serving.configs import Model, make_target

@@ -18,17 +18,8 @@ from pathlib import Path
 from torch import Tensor
 
 from rope_ext_hf.bounds import whole
-from rope_ext_hf.checkpoints.detection import detect_in_consumers
-from rope_ext_hf.checkpoints.gguf_import import GGUFImport
-from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport
-from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
-from rope_ext_hf.checkpoints.other_files import copy_other_files
-from rope_ext_hf.checkpoints.query_key_weights import weights_from_source
-from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
-from rope_ext_hf.checkpoints.source import Source
-from rope_ext_hf.checkpoints.source_pairing import pairing_of_source
-from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores
-from rope_ext_hf.checkpoints.weight_files import (
+from rope_ext_hf.checkpoints.files.other_files import copy_other_files
+from rope_ext_hf.checkpoints.files.weight_files import (
     SafetensorsFile,
     TensorView,
     WeightFile,
@@ -37,16 +28,25 @@ from rope_ext_hf.checkpoints.weight_files import (
     tensor_bytes,
     write_safetensors,
 )
-from rope_ext_hf.checkpoints.weight_folders import safetensors_name
+from rope_ext_hf.checkpoints.files.weight_folders import safetensors_name
+from rope_ext_hf.checkpoints.gguf_import import GGUFImport
+from rope_ext_hf.checkpoints.meta.meta_conversion import MetaExport, MetaImport
+from rope_ext_hf.checkpoints.meta.meta_source import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.pairing.detection import detect_in_consumers
+from rope_ext_hf.checkpoints.pairing.query_key_weights import weights_from_source
+from rope_ext_hf.checkpoints.pairing.source_pairing import pairing_of_source
+from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
+from rope_ext_hf.checkpoints.source import Source
+from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores
 from rope_ext_hf.errors import CheckpointError, short
-from rope_ext_hf.files import atomic_file, check_destination, copy_mode, copy_range, read_json, write_json
-from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
-from rope_ext_hf.patches.config import PAIRING_KEY
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, with_pairing
-from rope_ext_hf.patches.gguf_models import is_gguf
-from rope_ext_hf.questions import command_line
+from rope_ext_hf.files.whole import atomic_file, check_destination, copy_mode, copy_range, read_json, write_json
+from rope_ext_hf.models.config import PAIRING_KEY
+from rope_ext_hf.models.families import family
+from rope_ext_hf.models.family_settings import class_pairing
+from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG
+from rope_ext_hf.patches.saved.fingerprint import FINGERPRINT_KEY, with_pairing
+from rope_ext_hf.patches.saved.gguf_models import is_gguf
 from rope_ext_hf.rotary.pairing import PAIRINGS, other_pairing
 
 

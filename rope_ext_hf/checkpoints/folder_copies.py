@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_ext_hf.checkpoints.source_pairing import check_label
-from rope_ext_hf.checkpoints.weight_folders import check_weights
+from rope_ext_hf.checkpoints.files.weight_folders import check_weights
+from rope_ext_hf.checkpoints.pairing.source_pairing import check_label
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import (
+from rope_ext_hf.files.whole import (
     atomic_folder,
     copy_files,
     file_stamps,
@@ -20,15 +20,15 @@ from rope_ext_hf.files import (
     write_json,
 )
 from rope_ext_hf.foreign_logs import left_out_of_log
-from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, with_record
-from rope_ext_hf.patches.config import UNKNOWN_TYPE
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.fingerprint import fingerprint_record
-from rope_ext_hf.patches.generation_length import EMBEDDING_CONFIG, GENERATION_CONFIG, extend_length_files
-from rope_ext_hf.patches.loading_code import CODE_FILE, write_loading_code
-from rope_ext_hf.patches.patch_records import PATCH_KEY
-from rope_ext_hf.patches.saving import rewrite_config
-from rope_ext_hf.patches.slots import patched_slots
+from rope_ext_hf.models.config import UNKNOWN_TYPE
+from rope_ext_hf.models.families import family
+from rope_ext_hf.models.patch_records import PATCH_KEY
+from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG, find_adapter, with_record
+from rope_ext_hf.patches.saved.fingerprint import fingerprint_record
+from rope_ext_hf.patches.saved.generation_length import EMBEDDING_CONFIG, GENERATION_CONFIG, extend_length_files
+from rope_ext_hf.patches.saved.loading_code import CODE_FILE, write_loading_code
+from rope_ext_hf.patches.saved.saving import rewrite_config
+from rope_ext_hf.patches.slots.patched_slot import patched_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

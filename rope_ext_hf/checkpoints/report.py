@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.checkpoints.tokenizer_files import tokenizer_text
+from rope_ext_hf.checkpoints.files.tokenizer_files import tokenizer_text
 from rope_ext_hf.errors import counted, size_text
-from rope_ext_hf.files import FileStamps, atomic_folder
+from rope_ext_hf.files.whole import FileStamps, atomic_folder
 from rope_ext_hf.terminal import Report, wrapped
 
 

@@ -6,13 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_ext_hf.checkpoints.head_blocks import RowLayout, ScaleBlocks
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
+from rope_ext_hf.checkpoints.files.weight_files import TORCH_DTYPES, TensorView
+from rope_ext_hf.checkpoints.files.weight_folders import is_adapter_file, open_weights
+from rope_ext_hf.checkpoints.rows.head_blocks import RowLayout, ScaleBlocks
+from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors
 from rope_ext_hf.checkpoints.stated_config import stated_config
-from rope_ext_hf.checkpoints.weight_files import TORCH_DTYPES, TensorView
-from rope_ext_hf.checkpoints.weight_folders import is_adapter_file, open_weights
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import (
+from rope_ext_hf.files.other_formats import check_packed
+from rope_ext_hf.files.whole import (
     FileStamps,
     file_stamps,
     list_files,
@@ -20,20 +21,19 @@ from rope_ext_hf.files import (
     resolve_inside,
 )
 from rope_ext_hf.hub import loading, model_folder
-from rope_ext_hf.other_formats import check_packed
-from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, Adapter, find_adapter
-from rope_ext_hf.patches.config import PAIRING_KEY
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import (
+from rope_ext_hf.models.config import PAIRING_KEY
+from rope_ext_hf.models.families import family
+from rope_ext_hf.models.family_settings import (
     check_sizes,
     check_stated,
     class_pairing,
     config_pairing,
     stated_rotary,
 )
+from rope_ext_hf.models.model_classes import class_of_part, empty_model
 from rope_ext_hf.patches.geometry import checkpoint_geometry, rotary_of_usual_config
 from rope_ext_hf.patches.loading import load_config
-from rope_ext_hf.patches.model_classes import class_of_part, empty_model
+from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG, Adapter, find_adapter
 from rope_ext_hf.rotary.pairing import PAIRINGS
 
 if TYPE_CHECKING:

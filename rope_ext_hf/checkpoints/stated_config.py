@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rope_ext_hf.patches.families import Family, family
-from rope_ext_hf.patches.patch_records import PATCH_KEY
+from rope_ext_hf.models.families import Family, family
+from rope_ext_hf.models.patch_records import PATCH_KEY
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")

@@ -17,16 +17,16 @@ import psutil
 import torch
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.head_blocks import ScaleBlocks
-from rope_ext_hf.checkpoints.reordering import reorder
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, rotary_tensors
-from rope_ext_hf.checkpoints.sampling import evenly_spaced
-from rope_ext_hf.checkpoints.weight_files import TensorView, equal_bytes
+from rope_ext_hf.checkpoints.files.weight_files import TensorView, equal_bytes
+from rope_ext_hf.checkpoints.rows.head_blocks import ScaleBlocks
+from rope_ext_hf.checkpoints.rows.reordering import reorder
+from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors, rotary_tensors
+from rope_ext_hf.checkpoints.rows.sampling import evenly_spaced
 from rope_ext_hf.errors import CheckpointError, one_line, size_text
-from rope_ext_hf.files import read_json
-from rope_ext_hf.patches.families import family
+from rope_ext_hf.files.whole import read_json
+from rope_ext_hf.models.families import family
+from rope_ext_hf.models.model_classes import class_to_load, vocabulary_size
 from rope_ext_hf.patches.geometry import checkpoint_geometry
-from rope_ext_hf.patches.model_classes import class_to_load, vocabulary_size
 from rope_ext_hf.rotary.pairing import other_pairing, rotate
 
 _MAX_ATTENTIONS = 3  # attention modules that are compared

@@ -27,7 +27,7 @@ from rope_ext_hf.cli.dataclass_options import expand_options
 from rope_ext_hf.cli.options import CommandSettings
 from rope_ext_hf.cli.parameters import split_arguments
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
-from rope_ext_hf.files import LOCKED
+from rope_ext_hf.files.whole import LOCKED
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 from rope_ext_hf.stopping import raising, stopped
 

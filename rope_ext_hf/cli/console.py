@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from rope_ext_hf.errors import FileError, bounded, duration, printable
-from rope_ext_hf.files import json_text
+from rope_ext_hf.files.whole import json_text
 from rope_ext_hf.terminal import terminal_width, wrapped
 
 if TYPE_CHECKING:

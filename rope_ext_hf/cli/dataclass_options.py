@@ -33,8 +33,8 @@ import typer
 from rope_ext_hf.cli.console import quiet_transformers
 from rope_ext_hf.cli.parameters import parse_parameters
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.method_choice import MethodChoice
-from rope_ext_hf.questions import Argument, Question, kind_of, option_text
+from rope_ext_hf.options.method_choice import MethodChoice
+from rope_ext_hf.options.questions import Argument, Question, kind_of, option_text
 
 STATED = "rope_ext_hf.stated"
 """The key of a context's `meta` under which a command finds the names of the options that were typed or in a file."""

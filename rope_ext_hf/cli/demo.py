@@ -13,14 +13,14 @@ from rope_ext_hf.cli.options import CONTINUES, Json, Out, command
 from rope_ext_hf.cli.run_progress import shown_progress
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.eval.questions import Passkey, Perplexity
-from rope_ext_hf.questions import argument
+from rope_ext_hf.options.questions import argument
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
-    from rope_ext_hf.reading.documents import Document
+    from rope_ext_hf.reading.text.documents import Document
     from rope_ext_hf.runs.comparison import Comparison
-    from rope_ext_hf.runs.findings import Findings
-    from rope_ext_hf.runs.measures import Measure
+    from rope_ext_hf.runs.conclusions.findings import Findings
+    from rope_ext_hf.runs.conclusions.measures import Measure
 
 _METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -45,7 +45,7 @@ def demo(
     Example: `rope-ext demo`
     """
     from rope_ext_hf.eval.measuring import measure
-    from rope_ext_hf.files import json_text
+    from rope_ext_hf.files.whole import json_text
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.runs.comparison import Comparison
@@ -87,8 +87,8 @@ def _texts(count: int, tokens: int) -> list[Document]:
 
     A token of the bundled model is a byte.
     """
-    from rope_ext_hf.reading.corpora import stdlib_held_out
-    from rope_ext_hf.reading.documents import Document
+    from rope_ext_hf.reading.text.documents import Document
+    from rope_ext_hf.reading.text.load import stdlib_held_out
 
     modules = stdlib_held_out()
     passages = []
@@ -173,7 +173,7 @@ class Demonstration:
         return [self._sentence_on_the_unpatched_model(), self._sentence_on_the_best(), *self._sentences_on_portable()]
 
     def _sentence_on_the_unpatched_model(self) -> str:
-        from rope_ext_hf.runs.verdicts import Outcome
+        from rope_ext_hf.runs.conclusions.verdicts import Outcome
 
         known, key = self.findings, self.findings.loaded
         if known.outcome_against_short(self.perplexity, key, self.long) is not Outcome.WORSE:

@@ -21,21 +21,21 @@ from rope_ext_hf.cli.planned_runs import PlannedRun
 from rope_ext_hf.cli.run_progress import shown_progress
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, PerplexityOrDivergence, Sweep
-from rope_ext_hf.files import json_text
+from rope_ext_hf.files.whole import json_text
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.method_choice import MethodChoice
+from rope_ext_hf.options.method_choice import MethodChoice
+from rope_ext_hf.options.questions import Question, argument
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
-from rope_ext_hf.questions import Question, argument
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.reading.forecast import Forecast
-    from rope_ext_hf.reading.memory import MemoryEstimate
+    from rope_ext_hf.reading.cost.forecast import Forecast
+    from rope_ext_hf.reading.cost.memory import MemoryEstimate
+    from rope_ext_hf.runs.folder.run_file import RunFile
     from rope_ext_hf.runs.measurement import RunPlan
     from rope_ext_hf.runs.run import Run
-    from rope_ext_hf.runs.run_file import RunFile
     from rope_ext_hf.runs.workers import Workers
 
 __all__ = ["Prepared", "ProcessOptions", "ReaderOptions", "RunOptions"]
@@ -200,8 +200,8 @@ def report(
     Example: `rope-ext report rope-ext-results/reference-perplexity-0123456789`
     """
     from rope_ext_hf.runs.comparison import compare_runs
-    from rope_ext_hf.runs.folder import read_run
-    from rope_ext_hf.runs.report import write_files
+    from rope_ext_hf.runs.folder.folder import read_run
+    from rope_ext_hf.runs.folder.report import write_files
 
     if len(folders) == 1:
         if out is not None:
@@ -238,8 +238,8 @@ class Prepared:
     def __init__(self, options: RunOptions, question: LengthsQuestion, processes: ProcessOptions) -> None:
         """Plan a measurement on the model without weights; print the memory needed, or raise an error for too much."""
         from rope_ext_hf.eval.forecasting import forecast_plan
-        from rope_ext_hf.files import foreign_errors
-        from rope_ext_hf.runs.run_file import run_file
+        from rope_ext_hf.files.whole import foreign_errors
+        from rope_ext_hf.runs.folder.run_file import run_file
 
         self.options = options
         name = options.model
@@ -264,7 +264,7 @@ class Prepared:
 
     def measure(self) -> Run[Any]:
         """Carry out the measurement and print its result; in a dry run, print the forecast and end the program."""
-        from rope_ext_hf.files import foreign_errors
+        from rope_ext_hf.files.whole import foreign_errors
 
         workers = self.run.workers
         if self.forecast is not None:

@@ -18,10 +18,10 @@ import typer
 from rope_ext_hf.cli.console import print_note, progress_bar
 from rope_ext_hf.cli.options import SourceOptions
 from rope_ext_hf.errors import MethodError, capital, short, size_text
-from rope_ext_hf.files import list_files
-from rope_ext_hf.method_choice import LayerChoice
+from rope_ext_hf.files.whole import list_files
+from rope_ext_hf.options.method_choice import LayerChoice
+from rope_ext_hf.options.questions import Question, argument, command_line
 from rope_ext_hf.plug_ins import plug_ins
-from rope_ext_hf.questions import Question, argument, command_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,10 +49,10 @@ def write_patched(
     The model card in it shows the results of `runs`. The other arguments are those of the command `patch`.
     """
     from rope_ext_hf.checkpoints.folder_copies import save_patched_folder
-    from rope_ext_hf.files import foreign_errors, mistral_format_files
+    from rope_ext_hf.files.whole import foreign_errors, mistral_format_files
     from rope_ext_hf.hub import folder_and_hub_id
-    from rope_ext_hf.patches.patch_records import replaced_note
-    from rope_ext_hf.patches.slots import present_specs
+    from rope_ext_hf.models.patch_records import replaced_note
+    from rope_ext_hf.patches.slots.patched_slot import present_specs
     from rope_ext_hf.runs.chosen_methods import apply_choice
 
     empty = source.empty_model(model)
@@ -95,12 +95,12 @@ def write_patched(
 
 def described(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:
     """Describe a model; notes add facts about its folder, `name`, that the model object does not show."""
-    from rope_ext_hf.files import read_json
+    from rope_ext_hf.files.whole import read_json
     from rope_ext_hf.hub import is_adapter, model_folder
-    from rope_ext_hf.patches.adapters import SAVE_ROUTE
-    from rope_ext_hf.patches.config_keys import text_settings, unread_settings
+    from rope_ext_hf.models.config_keys import text_settings, unread_settings
     from rope_ext_hf.patches.describing import describe as describe_model
-    from rope_ext_hf.patches.gguf_models import is_gguf, way_out
+    from rope_ext_hf.patches.saved.adapters import SAVE_ROUTE
+    from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
 
     description = describe_model(empty)
     if is_gguf(name):
@@ -127,7 +127,7 @@ class PublishOptions(Question):
 
     def check(self) -> None:
         """Raise any error that would stop the upload later, before other work is done."""
-        from rope_ext_hf.downloads import check_upload
+        from rope_ext_hf.files.downloads import check_upload
 
         if self.push_to_hub is None:
             if self.public:
@@ -144,7 +144,7 @@ class PublishOptions(Question):
         """
         if self.push_to_hub is None:
             return
-        from rope_ext_hf.downloads import upload
+        from rope_ext_hf.files.downloads import upload
 
         _write_cards(folder, name=self.push_to_hub, trust_remote_code=trust_remote_code)
         sizes = {name: (folder / name).stat().st_size for name in list_files(folder)}

@@ -10,10 +10,10 @@ from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_note, print_text
 from rope_ext_hf.cli.options import Json, LoadOptions, Model, command
 from rope_ext_hf.errors import FileError, MethodError, short
-from rope_ext_hf.files import disk_errors, json_text
+from rope_ext_hf.files.whole import disk_errors, json_text
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.method_choice import LayerChoice
-from rope_ext_hf.questions import argument
+from rope_ext_hf.options.method_choice import LayerChoice
+from rope_ext_hf.options.questions import argument
 
 _CHAT_TEMPLATE = {"auto": None, "always": True, "never": False}  # as `evaluate` takes it
 
@@ -61,8 +61,8 @@ def lm_eval(
         from lm_eval.loggers import EvaluationTracker
         from lm_eval.utils import make_table
 
-        from rope_ext_hf.eval.lm_eval_suites import long_suite
-        from rope_ext_hf.eval.lm_eval_tasks import evaluate
+        from rope_ext_hf.eval.lm_eval.lm_eval_suites import long_suite
+        from rope_ext_hf.eval.lm_eval.lm_eval_tasks import evaluate
     except ImportError as error:
         raise MethodError(
             f"lm-eval is not installed ({error}); to install it, type: {install_command('eval')}"

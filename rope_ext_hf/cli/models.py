@@ -18,9 +18,9 @@ from rope_ext_hf.cli.console import print_result, print_table, print_text, progr
 from rope_ext_hf.cli.folders import PublishOptions, described, write_patched
 from rope_ext_hf.cli.options import Json, Model, SourceOptions, command
 from rope_ext_hf.errors import CheckpointError, MethodError, short
-from rope_ext_hf.files import json_text
-from rope_ext_hf.method_choice import LayerChoice
-from rope_ext_hf.questions import argument, option_text
+from rope_ext_hf.files.whole import json_text
+from rope_ext_hf.options.method_choice import LayerChoice
+from rope_ext_hf.options.questions import argument, option_text
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod
@@ -120,7 +120,7 @@ def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json:
 
     Example: `rope-ext describe reference --method yarn --factor 8`
     """
-    from rope_ext_hf.files import foreign_errors
+    from rope_ext_hf.files.whole import foreign_errors
     from rope_ext_hf.runs.chosen_methods import apply_choice
 
     methods.check_single()
@@ -269,11 +269,11 @@ def detect(
 
     Example: `rope-ext detect reference`
     """
-    from rope_ext_hf.checkpoints.detection import detect_pairing
-    from rope_ext_hf.checkpoints.text_losses import TEXT_CHARACTERS
-    from rope_ext_hf.files import foreign_errors
+    from rope_ext_hf.checkpoints.pairing.detection import detect_pairing
+    from rope_ext_hf.checkpoints.pairing.text_losses import TEXT_CHARACTERS
+    from rope_ext_hf.files.whole import foreign_errors
     from rope_ext_hf.hub import model_source
-    from rope_ext_hf.reading.text_files import read_beginning
+    from rope_ext_hf.reading.text.text_files import read_beginning
 
     sample = None
     if text is not None:

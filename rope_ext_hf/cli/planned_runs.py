@@ -11,15 +11,15 @@ from rope_ext_hf.cli.console import print_note
 from rope_ext_hf.cli.options import EvalOptions
 from rope_ext_hf.errors import count_text, duration, size_text
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
-from rope_ext_hf.questions import option_words
+from rope_ext_hf.options.questions import option_words
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.reading.forecast import Forecast
-    from rope_ext_hf.reading.memory import MemoryEstimate
-    from rope_ext_hf.reading.operations import ReadingSpeed
+    from rope_ext_hf.reading.cost.forecast import Forecast
+    from rope_ext_hf.reading.cost.memory import MemoryEstimate
+    from rope_ext_hf.reading.cost.operations import ReadingSpeed
     from rope_ext_hf.runs.measurement import Measurement, RunPlan
     from rope_ext_hf.runs.workers import Workers
 
@@ -73,7 +73,7 @@ class PlannedRun:
 
         `needed` is the result of `memory`.
         """
-        from rope_ext_hf.reading.memory import weight_places
+        from rope_ext_hf.reading.cost.memory import weight_places
 
         return self.load.model(self.name, weight_places(self.empty, needed, self.dtype, self.device))
 
@@ -84,7 +84,7 @@ class PlannedRun:
             needed: the memory.
             out: the folder for results; given where anything besides results is written there.
         """
-        from rope_ext_hf.reading.forecast import free_bytes
+        from rope_ext_hf.reading.cost.forecast import free_bytes
 
         seconds, moving = self._seconds, self._moving_seconds(needed)
         if self.workers.rank != 0:
@@ -116,9 +116,9 @@ class PlannedRun:
         """
         import torch
 
-        from rope_ext_hf.reading.forecast import Forecast
-        from rope_ext_hf.reading.memory import estimate_memory
-        from rope_ext_hf.runs.labels import label
+        from rope_ext_hf.reading.cost.forecast import Forecast
+        from rope_ext_hf.reading.cost.memory import estimate_memory
+        from rope_ext_hf.runs.conclusions.labels import label
 
         plan = self.plan
         longest, gpu = max(plan.measurement.passes), torch.device("cuda")
@@ -147,7 +147,7 @@ class PlannedRun:
     def _seconds_in(self, dtype: str) -> float:
         """Estimate the seconds that the measurement takes in a dtype, from the measured speed of the device."""
         from rope_ext_hf.hub import loaded_dtype
-        from rope_ext_hf.reading.operations import measure_speed
+        from rope_ext_hf.reading.cost.operations import measure_speed
 
         speed = measure_speed(self.empty, self.device, loaded_dtype(self.empty, dtype))
         return (
@@ -156,7 +156,7 @@ class PlannedRun:
 
     def _moving_seconds(self, needed: MemoryEstimate) -> float:
         """Estimate the seconds of moving hidden states to where they wait and back, from measured speeds."""
-        from rope_ext_hf.reading.operations import moving_seconds
+        from rope_ext_hf.reading.cost.operations import moving_seconds
 
         longest = max(self.plan.measurement.passes)
         seconds = moving_seconds(self.empty, self.plan.passes(self.empty), longest, needed, self.device)
@@ -174,7 +174,7 @@ class PlannedRun:
 
         They are fewer spans of text or prompts, and float32 where the CPU is at least twice as fast in it.
         """
-        from rope_ext_hf.reading.operations import MINUTES
+        from rope_ext_hf.reading.cost.operations import MINUTES
 
         question, seconds = self.question, self._seconds
         option = "trials" if isinstance(question, Passkey) else "max_spans"

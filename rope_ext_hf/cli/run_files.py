@@ -17,10 +17,10 @@ from rope_ext_hf.cli.dataclass_options import FROM_FILE, questions_of
 from rope_ext_hf.cli.options import CONTINUES, command
 from rope_ext_hf.cli.parameters import method_parameters
 from rope_ext_hf.errors import FileError, MethodError, did_you_mean, listed, short
-from rope_ext_hf.questions import Argument, kind_of
+from rope_ext_hf.options.questions import Argument, kind_of
 
 if TYPE_CHECKING:
-    from rope_ext_hf.runs.run_file import Inputs, RunFile
+    from rope_ext_hf.runs.folder.run_file import Inputs, RunFile
 
 _ACCEPT = "--accept-changes"
 _NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float}
@@ -42,7 +42,7 @@ def run(
 
     Example: `rope-ext run examples/runs/perplexity.yaml --max-spans 4`
     """
-    from rope_ext_hf.runs.run_file import read_run_files
+    from rope_ext_hf.runs.folder.run_file import read_run_files
 
     files = read_run_files(file)
     if not files:
@@ -53,8 +53,8 @@ def run(
 
 def _repeat(context: typer.Context, file: RunFile, typed: Sequence[str]) -> None:
     """Run the command that a run file names, with its options; options that were typed override those of the file."""
-    from rope_ext_hf.runs.identity import versions_now
-    from rope_ext_hf.runs.run_file import IN_MEMORY, comparing_inputs
+    from rope_ext_hf.runs.folder.identity import versions_now
+    from rope_ext_hf.runs.folder.run_file import IN_MEMORY, comparing_inputs
 
     group: Any = context.find_root().command
     functions = _repeatable(group)
@@ -196,7 +196,7 @@ def _value(field: dataclasses.Field[Any], argument: Argument, value: Any) -> Any
     Raises:
         MethodError: the value is wrong, or stands for an object that was in memory, which no file can hold.
     """
-    from rope_ext_hf.runs.run_file import IN_MEMORY
+    from rope_ext_hf.runs.folder.run_file import IN_MEMORY
 
     kind = kind_of(field)
     if isinstance(value, dict) and IN_MEMORY in value:

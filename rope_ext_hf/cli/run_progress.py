@@ -24,8 +24,8 @@ def shown_progress(workers: Workers | None = None) -> Progress:
     If several processes share a run, only the first one shows it.
     """
     # torch is imported with the base class, so that the class cannot stand at the top of this module
-    from rope_ext_hf.reading.memory import estimate_memory, estimate_whole_memory
-    from rope_ext_hf.reading.operations import measure_speed
+    from rope_ext_hf.reading.cost.memory import estimate_memory, estimate_whole_memory
+    from rope_ext_hf.reading.cost.operations import measure_speed
     from rope_ext_hf.reading.scorer import TokenScorer
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers

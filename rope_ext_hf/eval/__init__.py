@@ -13,23 +13,23 @@ from rope_ext_hf.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rope_ext_hf.eval.divergence_runs import DivergenceResult as DivergenceResult
-    from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM as RopeHFLM
+    from rope_ext_hf.eval.lm_eval.lm_eval_adapter import RopeHFLM as RopeHFLM
     from rope_ext_hf.eval.measuring import divergence as divergence
     from rope_ext_hf.eval.measuring import measure as measure
     from rope_ext_hf.eval.measuring import passkey as passkey
     from rope_ext_hf.eval.measuring import perplexity as perplexity
     from rope_ext_hf.eval.measuring import sweep as sweep
-    from rope_ext_hf.eval.perplexity_runs import Result as Result
+    from rope_ext_hf.eval.perplexity.perplexity_runs import Result as Result
     from rope_ext_hf.eval.questions import Divergence as Divergence
     from rope_ext_hf.eval.questions import Passkey as Passkey
     from rope_ext_hf.eval.questions import Perplexity as Perplexity
     from rope_ext_hf.eval.questions import Sweep as Sweep
-    from rope_ext_hf.eval.retrieval_runs import Retrieval as Retrieval
-    from rope_ext_hf.method_choice import MethodChoice as MethodChoice
-    from rope_ext_hf.reading.documents import Document as Document
+    from rope_ext_hf.eval.retrieval.retrieval_runs import Retrieval as Retrieval
+    from rope_ext_hf.options.method_choice import MethodChoice as MethodChoice
+    from rope_ext_hf.reading.text.documents import Document as Document
     from rope_ext_hf.runs.comparison import Comparison as Comparison
     from rope_ext_hf.runs.comparison import compare_runs as compare_runs
-    from rope_ext_hf.runs.folder import read_run as read_run
+    from rope_ext_hf.runs.folder.folder import read_run as read_run
     from rope_ext_hf.runs.results import Results as Results
     from rope_ext_hf.runs.run import Run as Run
 

@@ -20,27 +20,27 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, listed, printable, short
 from rope_ext_hf.eval.questions import Divergence
-from rope_ext_hf.eval.span_measurement import SpanMeasurement, scored_parts
-from rope_ext_hf.eval.span_runs import SpanRuns
+from rope_ext_hf.eval.spans.span_measurement import SpanMeasurement, scored_parts
+from rope_ext_hf.eval.spans.span_runs import SpanRuns
 from rope_ext_hf.eval.states_files import token_names
 from rope_ext_hf.eval.stored_states import StoredStates
-from rope_ext_hf.files import json_digest
-from rope_ext_hf.method_choice import MethodChoice
+from rope_ext_hf.files.whole import json_digest
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.reading.divergences import divergences
-from rope_ext_hf.reading.head_losses import HeadLosses
 from rope_ext_hf.reading.protocols import PROTOCOLS, Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import Pass, check_prompts, check_vocabulary
+from rope_ext_hf.reading.through.head_losses import HeadLosses
 from rope_ext_hf.runs.chosen_methods import resolve_choice
-from rope_ext_hf.runs.conclusions import Conclusion, conclude
-from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.conclusions.conclusions import Conclusion, conclude
+from rope_ext_hf.runs.conclusions.labels import Method, MethodResult, label
+from rope_ext_hf.runs.conclusions.measures import Evidence, Measure, exponential, perplexity_text
+from rope_ext_hf.runs.conclusions.statistics import Estimate, estimate
+from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.runs.kinds import register_run_kind
-from rope_ext_hf.runs.labels import Method, MethodResult, label
 from rope_ext_hf.runs.measurement import Cell, Passed, RunPlan
-from rope_ext_hf.runs.measures import Evidence, Measure, exponential, perplexity_text
 from rope_ext_hf.runs.run import Run
-from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.runs.tables import BEST_NOTE, beyond_mark, length_table
 
 if TYPE_CHECKING:

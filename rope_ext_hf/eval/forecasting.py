@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import CorpusError
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
-from rope_ext_hf.method_choice import MethodChoice
-from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Document, Documents, Tokens
+from rope_ext_hf.options.method_choice import MethodChoice
+from rope_ext_hf.reading.text.documents import Document, Documents, Tokens
+from rope_ext_hf.reading.text.load import load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import did_you_mean
 from rope_ext_hf.eval.divergence_runs import DivergenceResult
-from rope_ext_hf.eval.perplexity_runs import Result
+from rope_ext_hf.eval.perplexity.perplexity_runs import Result
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, Divergence, LengthsQuestion, Passkey, Perplexity, Sweep
-from rope_ext_hf.eval.retrieval_runs import Retrieval
+from rope_ext_hf.eval.retrieval.retrieval_runs import Retrieval
 from rope_ext_hf.hub import load_empty, load_tokenizer
-from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
-from rope_ext_hf.questions import forward
-from rope_ext_hf.reading.documents import Corpus
-from rope_ext_hf.reading.offloaded_weights import device_of_ids
-from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.options.method_choice import MethodChoice
+from rope_ext_hf.options.questions import forward
+from rope_ext_hf.reading.larger.offloaded_weights import device_of_ids
+from rope_ext_hf.reading.text.documents import Corpus
+from rope_ext_hf.runs.folder.folder import read_run
+from rope_ext_hf.runs.folder.run_file import RunFile, run_file
 from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.preflight import load_for_run
 from rope_ext_hf.runs.results import Results
 from rope_ext_hf.runs.run import Run
-from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress, carry_out
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def perplexity(
     Args:
         model: as `measure` takes it.
         corpus: a list of texts, token ids, a `datasets.Dataset`, documents, or a name: "stdlib", a file, a folder, a
-            pattern, hf:OWNER/NAME; see `rope_ext_hf.reading.corpora.load`.
+            pattern, hf:OWNER/NAME; see `rope_ext_hf.reading.text.load.load`.
         data: what the text is called in results; default: its name where `corpus` is one.
         progress: called with the number of tokens read, after each pass; True: a bar of tqdm.
         **options: fields of `Perplexity`, and tokenizer, chunk, offload_cache and out of `measure`.

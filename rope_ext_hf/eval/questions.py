@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.method_choice import MethodChoice
+from rope_ext_hf.options.method_choice import MethodChoice
+from rope_ext_hf.options.questions import Argument, Question, anything, argument, several
 from rope_ext_hf.plug_ins import plug_in
-from rope_ext_hf.questions import Argument, Question, anything, argument, several
-from rope_ext_hf.reading.corpora import check_name
 from rope_ext_hf.reading.protocols import protocol_help, resolve_protocol
+from rope_ext_hf.reading.text.load import check_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

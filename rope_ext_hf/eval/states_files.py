@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import CheckpointError, FileError, UnsupportedModelError
-from rope_ext_hf.files import disk_errors, json_digest
-from rope_ext_hf.reading.documents import Tokens
-from rope_ext_hf.reading.head_losses import is_linear_head
+from rope_ext_hf.files.whole import disk_errors, json_digest
 from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.spans import EvalPlan, own_tokenizer
-from rope_ext_hf.runs.labels import Method, method_key
+from rope_ext_hf.reading.text.documents import Tokens
+from rope_ext_hf.reading.through.head_losses import is_linear_head
+from rope_ext_hf.runs.conclusions.labels import Method, method_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

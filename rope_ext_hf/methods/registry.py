@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from rope_ext_hf.bounds import MOST_TOKENS, Length, limit, parse_length, whole
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean
-from rope_ext_hf.method_choice import folded, unknown_method
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedScaling, is_number
+from rope_ext_hf.options.method_choice import folded, unknown_method
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 
 __all__ = ["frequencies", "list_methods", "register_method", "registered_name", "resolve_method"]

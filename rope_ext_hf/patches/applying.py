@@ -14,12 +14,23 @@ from typing import TypeVar
 from torch import nn
 
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.adapters import stop_recording
-from rope_ext_hf.patches.angle_tables import fill_slot
-from rope_ext_hf.patches.attention_function import register
-from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach
-from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
-from rope_ext_hf.patches.continuation_probe import (
+from rope_ext_hf.models.decoder_arguments import check_names
+from rope_ext_hf.models.patch_records import PatchSpec
+from rope_ext_hf.models.weights_at_hand import missing_weights
+from rope_ext_hf.patches.forward.attention_function import register
+from rope_ext_hf.patches.forward.attention_hooks import RemappingHooks, attach, detach
+from rope_ext_hf.patches.forward.attention_interface import ATTENTION_NAME
+from rope_ext_hf.patches.forward.forward_hooks import DecoderHooks, decoder_of, install_forward_hooks
+from rope_ext_hf.patches.forward.length_hooks import LengthHooks
+from rope_ext_hf.patches.held_lengths import hold_again
+from rope_ext_hf.patches.planning import PatchPlan, plan_replay
+from rope_ext_hf.patches.saved.adapters import stop_recording
+from rope_ext_hf.patches.saved.generation_length import extend_generation
+from rope_ext_hf.patches.saved.saving import attach_saving
+from rope_ext_hf.patches.slots.angle_tables import fill_slot
+from rope_ext_hf.patches.slots.patch_state import swap_configs
+from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, check_filled, patch_state, patched_slots, present_specs
+from rope_ext_hf.patches.trials.continuation_probe import (
     TOKENS,
     NotTriedError,
     check_difference,
@@ -29,19 +40,8 @@ from rope_ext_hf.patches.continuation_probe import (
     try_continuation,
     was_tried,
 )
-from rope_ext_hf.patches.continuous_batching import check_batching
-from rope_ext_hf.patches.decoder_arguments import check_names
-from rope_ext_hf.patches.forward_hooks import DecoderHooks, decoder_of, install_forward_hooks
-from rope_ext_hf.patches.generation_length import extend_generation
-from rope_ext_hf.patches.held_lengths import hold_again
-from rope_ext_hf.patches.length_hooks import LengthHooks
-from rope_ext_hf.patches.patch_records import PatchSpec
-from rope_ext_hf.patches.patch_state import swap_configs
-from rope_ext_hf.patches.planning import PatchPlan, plan_replay
-from rope_ext_hf.patches.saving import attach_saving
-from rope_ext_hf.patches.slots import PatchedSlot, check_filled, patch_state, patched_slots, present_specs
-from rope_ext_hf.patches.training_checks import check_trainers_above
-from rope_ext_hf.patches.weights_at_hand import missing_weights
+from rope_ext_hf.patches.trials.continuous_batching import check_batching
+from rope_ext_hf.patches.trials.refusals import check_trainers_above
 from rope_ext_hf.patches.whole_models import cover_models_above
 
 M = TypeVar("M", bound=nn.Module)
@@ -70,7 +70,7 @@ def apply_plan(plan: PatchPlan) -> None:
     """Change a model as planned; a patch that the model already has is taken off first.
 
     A plan is for one use, and for the model as it was when the plan was made. The first patch of its kind on a class of
-    decoders that works with the cache is tried on a few tokens with one (rope_ext_hf/patches/continuation_probe.py).
+    decoders that works with the cache is tried on a few tokens with one (patches/trials/continuation_probe.py).
 
     Raises:
         MethodError: a value of the method is impossible for a model of these sizes.

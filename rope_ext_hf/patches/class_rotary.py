@@ -7,13 +7,13 @@ from typing import Any
 
 from rope_ext_hf.errors import ServingError, UnsupportedModelError, short
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.patches.class_angles import ClassAngles, softmax_multiple
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import check_stated
-from rope_ext_hf.patches.layer_types import LayerType
-from rope_ext_hf.patches.model_classes import empty_model
-from rope_ext_hf.patches.slot_finding import find_slots, rotary_modules
-from rope_ext_hf.patches.slots import first_scaled
+from rope_ext_hf.models.families import family
+from rope_ext_hf.models.family_settings import check_stated
+from rope_ext_hf.models.layer_types import LayerType
+from rope_ext_hf.models.model_classes import empty_model
+from rope_ext_hf.patches.slots.class_angles import ClassAngles, softmax_multiple
+from rope_ext_hf.patches.slots.patched_slot import first_scaled
+from rope_ext_hf.patches.slots.slot_finding import find_slots, rotary_modules
 
 __all__ = ["ClassRotary", "check_described"]
 

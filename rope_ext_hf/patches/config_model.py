@@ -18,8 +18,13 @@ from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.patches.config import rope_dict
-from rope_ext_hf.patches.families import family
+from rope_ext_hf.models.config import rope_dict
+from rope_ext_hf.models.families import family
+from rope_ext_hf.models.layer_types import SLIDING, AttentionLayers
+from rope_ext_hf.models.model_classes import empty_model
+from rope_ext_hf.models.patch_records import PatchSpec, before_patches, recorded_specs, saved_specs
+from rope_ext_hf.models.patched_config import config_encoding, softmax_scale, write_settings
+from rope_ext_hf.models.recipes import Recipe, find_recipe, recipe_note, recipe_warning
 from rope_ext_hf.patches.geometry import (
     BaseRope,
     base_rope_of_config,
@@ -28,14 +33,9 @@ from rope_ext_hf.patches.geometry import (
     rope_of_layers,
     stated_length,
 )
-from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
-from rope_ext_hf.patches.model_classes import empty_model
-from rope_ext_hf.patches.patch_records import PatchSpec, before_patches, recorded_specs, saved_specs
-from rope_ext_hf.patches.patched_config import config_encoding, softmax_scale, write_settings
 from rope_ext_hf.patches.planning import plan_patch
-from rope_ext_hf.patches.recipes import Recipe, find_recipe, recipe_note, recipe_warning
-from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.patches.stand_in import refusal, stand_in
 
 if TYPE_CHECKING:

@@ -11,17 +11,17 @@ from torch import nn
 
 from rope_ext_hf.methods.base import TWO_PI, UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.adapters import SAVE_ROUTE, modules_with_adapters
-from rope_ext_hf.patches.config import read_rope
+from rope_ext_hf.models.config import read_rope
+from rope_ext_hf.models.patch_records import before_patches, recorded_specs
+from rope_ext_hf.models.recipes import recipe_note
 from rope_ext_hf.patches.geometry import base_rope_of_config, check_pairing
-from rope_ext_hf.patches.patch_records import before_patches, recorded_specs
-from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.planning import PatchPlan
-from rope_ext_hf.patches.recipes import recipe_note
-from rope_ext_hf.patches.row_probe import pairing_of
-from rope_ext_hf.patches.saving import engine_agreement
-from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import Slot, first_scaled, patched_slots
+from rope_ext_hf.patches.rows.row_probe import pairing_of
+from rope_ext_hf.patches.saved.adapters import SAVE_ROUTE, modules_with_adapters
+from rope_ext_hf.patches.saved.saving import engine_agreement
+from rope_ext_hf.patches.slots.patch_state import PatchState
+from rope_ext_hf.patches.slots.patched_slot import Slot, first_scaled, patched_slots
+from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.plug_ins import plug_in
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 

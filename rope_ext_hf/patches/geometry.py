@@ -12,17 +12,17 @@ from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.config import PAIRING_KEY, ConfigRope, read_rope, rope_dict
-from rope_ext_hf.patches.config_keys import rotated_dims, text_settings
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import stated_rotary
-from rope_ext_hf.patches.layer_types import AttentionLayers, LayerType
-from rope_ext_hf.patches.patch_records import PATCH_KEY, PatchSpec, before_patches, recorded_specs
-from rope_ext_hf.patches.recipes import published_length
-from rope_ext_hf.patches.row_probe import pairing_of
-from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import Slot, present_specs
-from rope_ext_hf.questions import command_line
+from rope_ext_hf.models.config import PAIRING_KEY, ConfigRope, read_rope, rope_dict
+from rope_ext_hf.models.config_keys import rotated_dims, text_settings
+from rope_ext_hf.models.families import family
+from rope_ext_hf.models.family_settings import stated_rotary
+from rope_ext_hf.models.layer_types import AttentionLayers, LayerType
+from rope_ext_hf.models.patch_records import PATCH_KEY, PatchSpec, before_patches, recorded_specs
+from rope_ext_hf.models.recipes import published_length
+from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.patches.rows.row_probe import pairing_of
+from rope_ext_hf.patches.slots.patched_slot import Slot, present_specs
+from rope_ext_hf.patches.slots.slot_finding import find_slots
 
 _OVER = ("own", "original", "patched")
 """Values of `over`: a patch extends the model as loaded, the model without its own scaling, or the present patch."""

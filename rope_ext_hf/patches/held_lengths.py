@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from rope_ext_hf.patches.slots import PatchedSlot, tables_of
+from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, tables_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,32 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rope_ext_hf.bounds import Length
-from rope_ext_hf.downloads import only_cached
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, one_line, short
-from rope_ext_hf.files import check_folder
+from rope_ext_hf.files.downloads import only_cached
+from rope_ext_hf.files.other_formats import check_format, check_packed, without_config
+from rope_ext_hf.files.whole import check_folder
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
-from rope_ext_hf.other_formats import check_format, check_packed, without_config
-from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base, keep_pairing
-from rope_ext_hf.patches.angle_tables import restore_table
-from rope_ext_hf.patches.applying import patch_as_planned, replay
-from rope_ext_hf.patches.config_keys import own_keys
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import check_sizes, check_stated
-from rope_ext_hf.patches.fingerprint import check_recorded, fingerprint_of
-from rope_ext_hf.patches.generation_length import restore_generation_length
-from rope_ext_hf.patches.gguf_models import (
-    GGUF_FILE,
-    check_rotation,
-    dequantizing,
-    file_config,
-    name_way_out,
-    with_gguf_file,
-)
-from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.loading_code import without_loading_code
-from rope_ext_hf.patches.model_classes import class_to_load, empty_model
-from rope_ext_hf.patches.patch_records import (
+from rope_ext_hf.models.config_keys import own_keys
+from rope_ext_hf.models.families import family
+from rope_ext_hf.models.family_settings import check_sizes, check_stated
+from rope_ext_hf.models.layer_types import Layers
+from rope_ext_hf.models.model_classes import class_to_load, empty_model
+from rope_ext_hf.models.patch_records import (
     PATCH_KEY,
     SAVED_KEYS,
     checked_specs,
@@ -47,7 +33,21 @@ from rope_ext_hf.patches.patch_records import (
     undo_saved_patch,
     written_keys,
 )
+from rope_ext_hf.patches.applying import patch_as_planned, replay
 from rope_ext_hf.patches.planning import plan_patch
+from rope_ext_hf.patches.saved.adapters import Adapter, find_adapter, finding_base, keep_pairing
+from rope_ext_hf.patches.saved.fingerprint import check_recorded, fingerprint_of
+from rope_ext_hf.patches.saved.generation_length import restore_generation_length
+from rope_ext_hf.patches.saved.gguf_models import (
+    GGUF_FILE,
+    check_rotation,
+    dequantizing,
+    file_config,
+    name_way_out,
+    with_gguf_file,
+)
+from rope_ext_hf.patches.saved.loading_code import without_loading_code
+from rope_ext_hf.patches.slots.angle_tables import restore_table
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:

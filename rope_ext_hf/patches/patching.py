@@ -17,14 +17,14 @@ from torch import nn
 from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.models.layer_types import Layers
+from rope_ext_hf.models.patch_records import PatchSpec, replaced_note
 from rope_ext_hf.patches.applying import patch_as_planned, replay, take_off
 from rope_ext_hf.patches.held_lengths import held_at
-from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.loading import from_pretrained
-from rope_ext_hf.patches.patch_records import PatchSpec, replaced_note
 from rope_ext_hf.patches.planning import plan_patch
-from rope_ext_hf.patches.slot_finding import find_slots, own_length_dependent
-from rope_ext_hf.patches.slots import patched_slots, present_specs, tables_of
+from rope_ext_hf.patches.slots.patched_slot import patched_slots, present_specs, tables_of
+from rope_ext_hf.patches.slots.slot_finding import find_slots, own_length_dependent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,19 +19,19 @@ from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelErr
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.angle_tables import check_method
-from rope_ext_hf.patches.attention_interface import Layer
-from rope_ext_hf.patches.attention_probe import probe_layers
-from rope_ext_hf.patches.families import family, rotates_back
+from rope_ext_hf.models.families import family, rotates_back
+from rope_ext_hf.models.layer_types import Layers
+from rope_ext_hf.models.patch_records import PatchSpec, recorded_specs, replaced_note, undo_saved_patch
+from rope_ext_hf.models.patched_config import ConfigEncoding, config_encoding, softmax_scale, write_rope
+from rope_ext_hf.models.recipes import recipe_warning
+from rope_ext_hf.models.weights_at_hand import on_meta_device
+from rope_ext_hf.patches.forward.attention_interface import Layer
+from rope_ext_hf.patches.forward.attention_probe import probe_layers
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length
-from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.patch_records import PatchSpec, recorded_specs, replaced_note, undo_saved_patch
-from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState, copied_configs, stating_rope
-from rope_ext_hf.patches.patched_config import ConfigEncoding, config_encoding, softmax_scale, write_rope
-from rope_ext_hf.patches.recipes import recipe_warning
-from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import Slot, patch_state
-from rope_ext_hf.patches.weights_at_hand import on_meta_device
+from rope_ext_hf.patches.slots.angle_tables import check_method
+from rope_ext_hf.patches.slots.patch_state import ConfigSwap, PatchState, copied_configs, stating_rope
+from rope_ext_hf.patches.slots.patched_slot import Slot, patch_state
+from rope_ext_hf.patches.slots.slot_finding import find_slots
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -18,14 +18,14 @@ from torch import nn
 
 from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.models.layer_types import AttentionLayers
+from rope_ext_hf.models.model_classes import empty_model
+from rope_ext_hf.models.small_models import small_model
+from rope_ext_hf.models.weights_at_hand import on_meta_device
 from rope_ext_hf.patches.applying import apply_plan, needs_hooks, replay, take_off
-from rope_ext_hf.patches.layer_types import AttentionLayers
-from rope_ext_hf.patches.model_classes import empty_model
 from rope_ext_hf.patches.planning import plan_patch
-from rope_ext_hf.patches.slot_finding import rotary_modules
-from rope_ext_hf.patches.slots import present_specs
-from rope_ext_hf.patches.small_models import small_model
-from rope_ext_hf.patches.weights_at_hand import on_meta_device
+from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.slots.slot_finding import rotary_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.patches.adapters import record_patch
-from rope_ext_hf.patches.generation_length import extend_generation
-from rope_ext_hf.patches.patch_records import undo_saved_patch
-from rope_ext_hf.patches.patch_state import copied_configs, stating_rope, swap_configs
-from rope_ext_hf.patches.patched_config import write_rope
-from rope_ext_hf.patches.saving import attach_saving, finish_saving, saves_patch
-from rope_ext_hf.patches.slot_finding import rotary_modules
-from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
+from rope_ext_hf.models.patch_records import undo_saved_patch
+from rope_ext_hf.models.patched_config import write_rope
+from rope_ext_hf.patches.saved.adapters import record_patch
+from rope_ext_hf.patches.saved.generation_length import extend_generation
+from rope_ext_hf.patches.saved.saving import attach_saving, finish_saving, saves_patch
+from rope_ext_hf.patches.slots.patch_state import copied_configs, stating_rope, swap_configs
+from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, patched_slots
+from rope_ext_hf.patches.slots.slot_finding import rotary_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from rope_ext_hf.reading.head_losses import HeadLosses, RunningSoftmax
+from rope_ext_hf.reading.through.head_losses import HeadLosses, RunningSoftmax
 
 _TENSORS = 3  # of the size of the logits that are there at a time: two logits, and their difference
 

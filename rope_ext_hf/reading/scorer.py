@@ -20,17 +20,17 @@ from torch import Tensor
 
 from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.patches.forward_hooks import decoder_of
+from rope_ext_hf.patches.forward.forward_hooks import decoder_of
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.patching import fixed_length, patched
-from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import Slot, patched_slots, tables_of
-from rope_ext_hf.reading.chunk_check import CHECKED_TOKENS, why_not_in_chunks
-from rope_ext_hf.reading.chunked_reader import ChunkedReader, UseOfOutputs
-from rope_ext_hf.reading.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
-from rope_ext_hf.reading.memory import available, budgets, waiting_bytes, widest_activation
-from rope_ext_hf.reading.offloaded_weights import device_of_ids, is_offloaded
-from rope_ext_hf.reading.whole_reader import whole_logits
+from rope_ext_hf.patches.slots.patched_slot import Slot, patched_slots, tables_of
+from rope_ext_hf.patches.slots.slot_finding import find_slots
+from rope_ext_hf.reading.cost.memory import available, budgets, waiting_bytes, widest_activation
+from rope_ext_hf.reading.larger.offloaded_weights import device_of_ids, is_offloaded
+from rope_ext_hf.reading.through.chunk_check import CHECKED_TOKENS, why_not_in_chunks
+from rope_ext_hf.reading.through.chunked_reader import ChunkedReader, UseOfOutputs
+from rope_ext_hf.reading.through.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
+from rope_ext_hf.reading.through.whole_reader import whole_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

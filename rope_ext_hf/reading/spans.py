@@ -15,12 +15,9 @@ from torch import Tensor
 from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import CorpusError, MethodError, warn_caller
 from rope_ext_hf.hub import added_tokens, leading_tokens, load_tokenizer
-from rope_ext_hf.patches.gguf_models import gguf_path
-from rope_ext_hf.patches.layer_types import AttentionLayers
-from rope_ext_hf.patches.model_classes import vocabulary_size
-from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Corpus, Document, LateEnds, Tokens, token_ids, utf8_bytes
-from rope_ext_hf.reading.given_ids import decoded_ends, ends_of_ids, names_of_ids, without_added
+from rope_ext_hf.models.layer_types import AttentionLayers
+from rope_ext_hf.models.model_classes import vocabulary_size
+from rope_ext_hf.patches.saved.gguf_models import gguf_path
 from rope_ext_hf.reading.protocols import (
     DefaultPrefix,
     Protocol,
@@ -29,9 +26,12 @@ from rope_ext_hf.reading.protocols import (
     check_lengths,
     resolve_protocol,
 )
-from rope_ext_hf.reading.token_bytes import byte_ends, spelled_ends
-from rope_ext_hf.reading.tokenizing import PLAIN, tokenize_texts
-from rope_ext_hf.reading.unknown_tokens import unknown_note
+from rope_ext_hf.reading.text.documents import Corpus, Document, LateEnds, Tokens, token_ids, utf8_bytes
+from rope_ext_hf.reading.text.given_ids import decoded_ends, ends_of_ids, names_of_ids, without_added
+from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.token_bytes import byte_ends, spelled_ends
+from rope_ext_hf.reading.text.tokenizing import PLAIN, tokenize_texts
+from rope_ext_hf.reading.text.unknown_tokens import unknown_note
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -451,7 +451,7 @@ def prepare(
 
     Args:
         model: the model, which may be on the meta device.
-        corpus: see `rope_ext_hf.reading.corpora.load`.
+        corpus: see `rope_ext_hf.reading.text.load.load`.
         tokenizer: default: the one beside the weights.
         bos: see `prefix_tokens`.
         **options: further arguments of `make_plan`.

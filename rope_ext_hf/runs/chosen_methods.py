@@ -1,6 +1,6 @@
 """The methods that a command line or a script chose by name, as method objects for one model.
 
-`rope_ext_hf.method_choice` holds the choice itself, as plain values that are read without torch.
+`rope_ext_hf.options.method_choice` holds the choice itself, as plain values that are read without torch.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext_hf.method_choice import MethodChoice, PatchChoice
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import accepts_factor, list_methods, registered_name, resolve_method
+from rope_ext_hf.options.method_choice import MethodChoice, PatchChoice
 from rope_ext_hf.patches.geometry import base_rope_of_model, stated_length
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.patches.stand_in import check_without_weights

@@ -18,19 +18,19 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import FileError, capital, multiple_text, printable
-from rope_ext_hf.files import write_text
+from rope_ext_hf.files.whole import write_text
 from rope_ext_hf.pictures import html_page as html
 from rope_ext_hf.pictures.charts import WIDE, WIDTH, draw_side_by_side
-from rope_ext_hf.runs.charts import line_chart
-from rope_ext_hf.runs.conclusions import Conclusion, conclude
-from rope_ext_hf.runs.differences import differences
-from rope_ext_hf.runs.findings import Findings
-from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.measures import Measure
+from rope_ext_hf.runs.conclusions.charts import line_chart
+from rope_ext_hf.runs.conclusions.conclusions import Conclusion, conclude
+from rope_ext_hf.runs.conclusions.differences import differences
+from rope_ext_hf.runs.conclusions.findings import Findings
+from rope_ext_hf.runs.conclusions.measures import Measure
+from rope_ext_hf.runs.folder.folder import read_run
+from rope_ext_hf.runs.folder.report import differences_section, page_heading, what_was_read
+from rope_ext_hf.runs.folder.run_file import how_to_repeat
 from rope_ext_hf.runs.merging import findings_of_runs
-from rope_ext_hf.runs.report import differences_section, page_heading, what_was_read
 from rope_ext_hf.runs.run import Run
-from rope_ext_hf.runs.run_file import how_to_repeat
 from rope_ext_hf.runs.tables import BEST_NOTE, BEYOND, BEYOND_NOTE, results_table
 
 _SETTINGS_OF_MODEL = ("weights", "basis", "over", "context_length", "loaded")

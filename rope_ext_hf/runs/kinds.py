@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rope_ext_hf.errors import MethodError, did_you_mean, short
-from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.chosen_methods import resolve_choice
-from rope_ext_hf.runs.labels import Method, MethodResult
+from rope_ext_hf.runs.conclusions.labels import Method, MethodResult
 from rope_ext_hf.runs.measurement import Cell, RunPlan, Value
 from rope_ext_hf.runs.run import RunDisplay
 

@@ -15,7 +15,7 @@ from rope_ext_hf.errors import short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.runs.labels import Method
+from rope_ext_hf.runs.conclusions.labels import Method
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.errors import printable
-from rope_ext_hf.runs.findings import Findings, collect_findings
+from rope_ext_hf.runs.conclusions.findings import Findings, collect_findings
 from rope_ext_hf.runs.run import Run
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rope_ext_hf.hub import find_device, load_model, loaded_dtype, loads_by_layer
-from rope_ext_hf.reading.memory import MemoryEstimate, check_memory, fitting_memory, weight_places
+from rope_ext_hf.reading.cost.memory import MemoryEstimate, check_memory, fitting_memory, weight_places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rope_ext_hf.runs.labels import MethodResult
+from rope_ext_hf.runs.conclusions.labels import MethodResult
 from rope_ext_hf.runs.run import Run
 
 R = TypeVar("R", bound=MethodResult)

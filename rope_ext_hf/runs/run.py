@@ -20,12 +20,12 @@ from rope_ext_hf.errors import MethodError, counted, listed, printable, short
 from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.pictures.html_page import html_table, paragraph
-from rope_ext_hf.runs.charts import line_chart
-from rope_ext_hf.runs.conclusions import Conclusion, conclude
-from rope_ext_hf.runs.differences import differences
-from rope_ext_hf.runs.findings import Findings, collect_findings
-from rope_ext_hf.runs.labels import Method, MethodResult, labels, method_key
-from rope_ext_hf.runs.measures import Measure
+from rope_ext_hf.runs.conclusions.charts import line_chart
+from rope_ext_hf.runs.conclusions.conclusions import Conclusion, conclude
+from rope_ext_hf.runs.conclusions.differences import differences
+from rope_ext_hf.runs.conclusions.findings import Findings, collect_findings
+from rope_ext_hf.runs.conclusions.labels import Method, MethodResult, labels, method_key
+from rope_ext_hf.runs.conclusions.measures import Measure
 from rope_ext_hf.terminal import table_text, wrapped
 
 R_co = TypeVar("R_co", bound=MethodResult, covariant=True)

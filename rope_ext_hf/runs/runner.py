@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import FileError, MethodError
-from rope_ext_hf.files import disk_errors, json_digest, parse_json_object, write_text
+from rope_ext_hf.files.whole import disk_errors, json_digest, parse_json_object, write_text
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.models.temporary import evaluating
 from rope_ext_hf.patches.patching import patched, patched_method
-from rope_ext_hf.patches.slots import present_specs
-from rope_ext_hf.patches.temporary import evaluating
+from rope_ext_hf.patches.slots.patched_slot import present_specs
 from rope_ext_hf.reading.scorer import TokenScorer
-from rope_ext_hf.runs import journal
-from rope_ext_hf.runs.earlier_runs import warn_if_begun_anew
-from rope_ext_hf.runs.folder import (
+from rope_ext_hf.runs.conclusions.labels import Method, label, method_key
+from rope_ext_hf.runs.folder import journal
+from rope_ext_hf.runs.folder.earlier_runs import warn_if_begun_anew
+from rope_ext_hf.runs.folder.folder import (
     SETTINGS,
     check_settings,
     exclusive,
@@ -39,13 +40,12 @@ from rope_ext_hf.runs.folder import (
     results_from_records,
     setting_name,
 )
-from rope_ext_hf.runs.identity import Basis, find_basis, model_key, provenance
+from rope_ext_hf.runs.folder.identity import Basis, find_basis, model_key, provenance
+from rope_ext_hf.runs.folder.report import write_files
+from rope_ext_hf.runs.folder.run_file import RunFile, check_inputs, inputs_of
 from rope_ext_hf.runs.kinds import run_kind
-from rope_ext_hf.runs.labels import Method, label, method_key
 from rope_ext_hf.runs.measurement import Cell, RunPlan
-from rope_ext_hf.runs.report import write_files
 from rope_ext_hf.runs.run import Run
-from rope_ext_hf.runs.run_file import RunFile, check_inputs, inputs_of
 from rope_ext_hf.runs.workers import Workers
 
 if TYPE_CHECKING:

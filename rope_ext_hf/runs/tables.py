@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import capital, multiple_text
-from rope_ext_hf.runs.differences import best_value, in_unit
-from rope_ext_hf.runs.findings import Findings
-from rope_ext_hf.runs.measures import Measure, perplexity_text
+from rope_ext_hf.runs.conclusions.differences import best_value, in_unit
+from rope_ext_hf.runs.conclusions.findings import Findings
+from rope_ext_hf.runs.conclusions.measures import Measure, perplexity_text
 from rope_ext_hf.runs.run import Run
 
 __all__ = ["BEYOND", "beyond_mark", "length_table", "two_column_table"]

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import rope_ext_hf as rope
-from rope_ext_hf import files
+from rope_ext_hf.files import whole as files
 from tests.support.checkpoint_folders import (
     FIRST,
     SECOND,

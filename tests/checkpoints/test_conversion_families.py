@@ -11,7 +11,7 @@ import torch
 
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.source import Source
-from rope_ext_hf.patches.families import family
+from rope_ext_hf.models.families import family
 from tests.support.checkpoint_folders import (
     OTHER,
     content,

@@ -14,12 +14,12 @@ import torch
 import transformers
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, rotary_tensors
+from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.checkpoints.stated_config import stated_config
-from rope_ext_hf.patches.families import families
+from rope_ext_hf.models.families import families
+from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.patches.geometry import checkpoint_geometry, rotary_of_usual_config
-from rope_ext_hf.patches.model_classes import empty_model
 from tests.support.models import build_known
 from tests.support.planted_pairs import planted
 

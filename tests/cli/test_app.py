@@ -26,10 +26,10 @@ from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli import console
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.cli.parameters import parse_parameters
-from rope_ext_hf.files import json_text
+from rope_ext_hf.files.whole import json_text
 from rope_ext_hf.hub import load_empty
-from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.grouped import SelfExtend
+from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.plug_ins import plug_in_names
 from rope_ext_hf.reference import path
 from rope_ext_hf.runs.chosen_methods import resolve_choice
@@ -536,8 +536,8 @@ def test_a_terminal_gets_no_control_characters_and_no_markup(capsys: pytest.Capt
 
 
 def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    from rope_ext_hf.eval.perplexity_measurement import DocumentLoss
-    from rope_ext_hf.eval.perplexity_runs import PerplexityRuns
+    from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss
+    from rope_ext_hf.eval.perplexity.perplexity_runs import PerplexityRuns
     from rope_ext_hf.reading.spans import Setting
     from rope_ext_hf.runs.run import Run
 
@@ -555,7 +555,7 @@ def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.slow
 def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rope_ext_hf.reading import memory as reading_memory
+    from rope_ext_hf.reading.cost import memory as reading_memory
 
     monkeypatch.setattr(reading_memory, "available", lambda device: 800_000_000)
     monkeypatch.setattr(hub, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
@@ -622,7 +622,7 @@ def test_memory_is_said_where_it_is_not_ample(tmp_path: Path, monkeypatch: pytes
         raise CheckpointError("weights are read now")
 
     monkeypatch.setattr(hub, "from_pretrained", read)
-    monkeypatch.setattr("rope_ext_hf.reading.memory.available", lambda device: 40_000_000)
+    monkeypatch.setattr("rope_ext_hf.reading.cost.memory.available", lambda device: 40_000_000)
     options = ["--max-spans", "4", "--data", ONE_MODULE, "--out", str(tmp_path)]
     code, _, err = run("ppl", "reference", "--lengths", "256,512", *options)
     assert code == 2
@@ -638,7 +638,7 @@ def test_memory_is_said_again_where_texts_are_read_whole(tmp_path: Path, monkeyp
         return "of this test"
 
     monkeypatch.setattr("rope_ext_hf.reading.scorer.why_not_in_chunks", refuse)
-    monkeypatch.setattr("rope_ext_hf.reading.memory.available", lambda device: 40_000_000)
+    monkeypatch.setattr("rope_ext_hf.reading.cost.memory.available", lambda device: 40_000_000)
     options = ["--max-spans", "1", "--targets", "128", "--data", ONE_MODULE, "--out", str(tmp_path)]
     code, _, err = run("ppl", "reference", "--lengths", "256,512", *options)
     assert code == 0

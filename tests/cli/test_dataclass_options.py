@@ -12,8 +12,8 @@ from rope_ext_hf.cli import dataclass_options
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.questions import Passkey, Perplexity, Sweep
-from rope_ext_hf.method_choice import LayerChoice, MethodChoice, PatchChoice
-from rope_ext_hf.questions import Question, command_line
+from rope_ext_hf.options.method_choice import LayerChoice, MethodChoice, PatchChoice
+from rope_ext_hf.options.questions import Question, command_line
 
 QUESTIONS: list[tuple[str, Question]] = [
     ("ppl", Perplexity(lengths="4k,8k")),

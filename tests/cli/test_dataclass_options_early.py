@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from rope_ext_hf.method_choice import shipped_names
 from rope_ext_hf.methods.registry import list_methods
+from rope_ext_hf.options.method_choice import shipped_names
 
 WRONG: dict[tuple[str, ...], str] = {
     ("ppl", "reference", "--lengths", "256", "--data", "nosuch.txt"): "no such text file, folder or pattern",

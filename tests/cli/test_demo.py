@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.cli.demo import Demonstration
-from rope_ext_hf.runs.findings import Findings
-from rope_ext_hf.runs.measures import Evidence, Measure
+from rope_ext_hf.runs.conclusions.findings import Findings
+from rope_ext_hf.runs.conclusions.measures import Evidence, Measure
 from rope_ext_hf.terminal import as_wide_as
 
 SPREAD = (-0.3, 0.1, 0.2, -0.1, 0.0, 0.05, 0.15, -0.1)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.cli.dataclass_options import questions_of
 from rope_ext_hf.plug_ins import plug_in_names
-from rope_ext_hf.runs.run_file import read_run_files
+from rope_ext_hf.runs.folder.run_file import read_run_files
 from tests.support.commands import run
 from tests.support.inputs import write_inputs
 

@@ -10,7 +10,7 @@ import pytest
 from rope_ext_hf.cli.run_progress import shown_progress
 from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_tokenizer
-from rope_ext_hf.reading import memory
+from rope_ext_hf.reading.cost import memory
 from rope_ext_hf.reading.scorer import TokenScorer
 from tests.support.every_model import tiny
 

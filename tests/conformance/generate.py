@@ -25,12 +25,12 @@ from transformers.utils import logging
 from rope_ext_hf.methods.base import Frequencies
 from rope_ext_hf.methods.dynamic import LongRoPE
 from rope_ext_hf.methods.static import Default, Llama3, Yarn
-from rope_ext_hf.patches.config import ConfigRope
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import head_dim
+from rope_ext_hf.models.config import ConfigRope
+from rope_ext_hf.models.families import family
+from rope_ext_hf.models.family_settings import head_dim
+from rope_ext_hf.models.patched_config import softmax_scale
 from rope_ext_hf.patches.geometry import rope_of_layers
-from rope_ext_hf.patches.patched_config import softmax_scale
-from rope_ext_hf.patches.row_probe import run_pairing
+from rope_ext_hf.patches.rows.row_probe import run_pairing
 from rope_ext_hf.tools.servers.mistakes import different_frequencies
 from tests.support.tiers import needs_family
 

@@ -28,9 +28,9 @@ from rope_ext_hf.eval import (
 )
 from rope_ext_hf.eval.divergence_runs import DivergenceRuns, DivergenceSetting, DocumentDivergence
 from rope_ext_hf.eval.questions import PerplexityOrDivergence
-from rope_ext_hf.reading import chunk_check
-from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.scorer import TokenScorer
+from rope_ext_hf.reading.text.documents import Tokens
+from rope_ext_hf.reading.through import chunk_check
 from tests.support.byte_tokenizers import byte_tokenizer
 from tests.support.dispatch import LargestTensor
 from tests.support.models import build

@@ -8,11 +8,12 @@ import pytest
 
 from rope_ext_hf.eval import forecasting
 from rope_ext_hf.eval.questions import Passkey, Perplexity
-from rope_ext_hf.method_choice import MethodChoice
-from rope_ext_hf.reading import spans, tokenizing
-from rope_ext_hf.reading.documents import Document
+from rope_ext_hf.options.method_choice import MethodChoice
+from rope_ext_hf.reading import spans
 from rope_ext_hf.reading.protocols import PROTOCOLS
-from tests.reading.test_token_bytes import byte_level
+from rope_ext_hf.reading.text import tokenizing
+from rope_ext_hf.reading.text.documents import Document
+from tests.reading.text.test_token_bytes import byte_level
 from tests.support.models import build
 
 BOOKS = [Document(f"book {index}", f"{index} hello world, some longer words. " * 2000) for index in range(8)]

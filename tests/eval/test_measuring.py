@@ -15,13 +15,13 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval import perplexity, sweep
 from rope_ext_hf.methods.static import Yarn
-from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.protocols import PROTOCOLS
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import tokenize
+from rope_ext_hf.reading.text.documents import Document, Tokens
+from rope_ext_hf.reading.text.load import load
 from rope_ext_hf.reference import path
-from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.folder.folder import read_run
 from tests.support.dispatch import LargestTensor
 from tests.support.models import FAMILIES, build, from_config
 from tests.support.oracles import NAIVE_PROTOCOLS, nats

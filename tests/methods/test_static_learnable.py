@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.static import Learnable
-from rope_ext_hf.patches.slots import patched_slots
+from rope_ext_hf.patches.slots.patched_slot import patched_slots
 from tests.support.models import build, logits, rope_parameters, tokens
 from tests.support.oracles import plain
 

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.patches.geometry import patch_geometry
-from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots.slot_finding import find_slots
 
 FOLDER = Path(__file__).parents[2] / "conformance" / "configurations"
 PUBLISHED = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.json"))}

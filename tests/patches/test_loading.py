@@ -15,7 +15,7 @@ import transformers
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, FileError, FingerprintError, MethodError
-from rope_ext_hf.runs.model_digest import model_digest
+from rope_ext_hf.runs.folder.model_digest import model_digest
 from tests.support.every_model import tiny
 from tests.support.model_checks import LONG, TOLERANCE, difference
 from tests.support.models import THETA, TRAINED, build, logits, static_cases, tokens

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import rope_ext_hf as rope
 from rope_ext_hf.hub import load_empty
-from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY
-from rope_ext_hf.patches.patch_records import PATCH_KEY
+from rope_ext_hf.models.patch_records import PATCH_KEY
+from rope_ext_hf.patches.saved.fingerprint import FINGERPRINT_KEY
 from tests.support.models import logits, tokens
 
 SAVED = json.loads(Path(__file__).with_name("recorded").joinpath("saved-0.1.0.json").read_text(encoding="utf-8"))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
-from rope_ext_hf.patches import continuation_probe, forward_context
+from rope_ext_hf.patches.forward import forward_call as forward_context
+from rope_ext_hf.patches.trials import continuation_probe
 from tests.support.model_checks import (
     CHANGED,
     LONG,

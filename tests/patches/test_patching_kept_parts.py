@@ -12,7 +12,7 @@ import transformers
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.patches.families import family
+from rope_ext_hf.models.families import family
 from tests.support.every_model import tiny
 from tests.support.model_checks import state
 from tests.support.models import TRAINED, build, logits, rotary_of, tokens

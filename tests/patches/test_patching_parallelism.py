@@ -7,7 +7,7 @@ import torch
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.patches.training_checks import check_context_parallel
+from rope_ext_hf.patches.trials.refusals import check_context_parallel
 from tests.support.models import build
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -12,8 +12,8 @@ from torch import nn
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.patches import saving
-from rope_ext_hf.patches.engine_keys import compare_engines
+from rope_ext_hf.models.engine_keys import compare_engines
+from rope_ext_hf.patches.saved import saving
 from tests.support.models import TRAINED, build, logits, tokens
 
 METHODS: dict[str, dict[str, Any]] = {

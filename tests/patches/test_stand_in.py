@@ -9,9 +9,9 @@ import torch
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
-from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.options.method_choice import LayerChoice
 from rope_ext_hf.patches.stand_in import refusal, stand_in
 from rope_ext_hf.runs.chosen_methods import apply_choice
 from tests.support.every_model import tiny

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.reading.divergences import divergences
-from rope_ext_hf.reading.head_losses import Finishing, HeadLosses
+from rope_ext_hf.reading.through.head_losses import Finishing, HeadLosses
 from tests.support.dispatch import LargestTensor
 
 VOCABULARY = 2600  # parts of 1,024 leave a rest

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from checks.coverage import EQUAL, RESULT, measured
-from rope_ext_hf.reading import chunked_reader
 from rope_ext_hf.reading.scorer import TokenScorer
-from rope_ext_hf.reading.span_cache import SpanCache, StoringCache
+from rope_ext_hf.reading.through import chunked_reader
+from rope_ext_hf.reading.through.span_cache import SpanCache, StoringCache
 from tests.support.every_model import Entry, build, data, entries, tiny
 from tests.support.models import build as build_family
 from tests.support.tiers import ALL
@@ -218,7 +218,7 @@ def test_failures_of_a_device_are_no_reason_to_read_whole(error: Exception, monk
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise error
 
-    monkeypatch.setattr("rope_ext_hf.reading.chunked_attention.attend_from_kwargs", fail)
+    monkeypatch.setattr("rope_ext_hf.reading.through.chunked_attention.attend_from_kwargs", fail)
     with pytest.raises(type(error), match=str(error)):
         TokenScorer(build_family("llama"))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.spans import make_plan
+from rope_ext_hf.reading.text.documents import Tokens
 
 
 def test_documents_that_a_sample_passes_over_are_not_too_short() -> None:

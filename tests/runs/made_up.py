@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rope_ext_hf.runs.measures import Evidence, Measure
+from rope_ext_hf.runs.conclusions.measures import Evidence, Measure
 
 SPREAD = (-0.05, -0.02, 0.0, 0.01, 0.06)
 """Differences between the documents of a made-up loss."""

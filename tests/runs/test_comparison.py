@@ -17,15 +17,15 @@ from typer.testing import CliRunner
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.eval import compare_runs, passkey, perplexity, read_run
-from rope_ext_hf.eval.perplexity_measurement import DocumentLoss
-from rope_ext_hf.eval.retrieval_runs import RetrievalSetting, TrialScore
+from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.retrieval.retrieval_runs import RetrievalSetting, TrialScore
 from rope_ext_hf.methods.static import NTK, Linear, Yarn
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reference import path
 from rope_ext_hf.runs.comparison import Comparison
+from rope_ext_hf.runs.conclusions.labels import method_key, short_labels
 from rope_ext_hf.runs.kinds import run_kind
-from rope_ext_hf.runs.labels import method_key, short_labels
 from rope_ext_hf.runs.run import Run
 from tests.support.texts import ONE_MODULE, TWO_MODULES
 

@@ -22,9 +22,9 @@ from rope_ext_hf.patches.geometry import base_rope_of_model
 from rope_ext_hf.pictures.charts import Chart, LineChart
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs import kinds
-from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.conclusions.labels import MethodResult, label
+from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind, run_kind
-from rope_ext_hf.runs.labels import MethodResult, label
 from rope_ext_hf.runs.measurement import Cell, Measurement, RunPlan
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.runner import carry_out

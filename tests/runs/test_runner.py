@@ -21,23 +21,23 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import passkey, perplexity, sweep
-from rope_ext_hf.eval.perplexity_measurement import DocumentLoss
-from rope_ext_hf.eval.perplexity_runs import PerplexityRuns, Result, difference, loss_increase
+from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.perplexity.perplexity_runs import PerplexityRuns, Result, difference, loss_increase
 from rope_ext_hf.eval.questions import Sweep
-from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.static import Yarn
-from rope_ext_hf.reading import memory as reading_memory
-from rope_ext_hf.reading.documents import Document, Tokens
+from rope_ext_hf.options.method_choice import MethodChoice
+from rope_ext_hf.reading.cost import memory as reading_memory
 from rope_ext_hf.reading.spans import Setting
+from rope_ext_hf.reading.text.documents import Document, Tokens
 from rope_ext_hf.runs import runner
 from rope_ext_hf.runs.chosen_methods import over_rotary
-from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.conclusions.labels import label, method_key
+from rope_ext_hf.runs.conclusions.measures import perplexity_text
+from rope_ext_hf.runs.folder.folder import read_run
+from rope_ext_hf.runs.folder.report import write_files
 from rope_ext_hf.runs.kinds import run_kind
-from rope_ext_hf.runs.labels import label, method_key
 from rope_ext_hf.runs.measurement import RunPlan
-from rope_ext_hf.runs.measures import perplexity_text
-from rope_ext_hf.runs.report import write_files
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.workers import Workers

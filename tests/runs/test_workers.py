@@ -18,11 +18,11 @@ from torch import distributed
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval.questions import Perplexity
-from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.static import NTK, Yarn
-from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.options.method_choice import MethodChoice
+from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.runs import workers as module
-from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.workers import Workers
 from rope_ext_hf.stopping import raising

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.weight_files import SafetensorsFile
+from rope_ext_hf.checkpoints.files.weight_files import SafetensorsFile
 from tests.support.models import modeling
 from tests.support.oracles import Pairing, rotate
 

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import rope_ext_hf as rope
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots.slot_finding import find_slots
 from tests.support.models import FAMILIES, build, rope_parameters, tokens
 from tests.support.oracles import distances, plain_distance, rotate_to, temperature_scale
 

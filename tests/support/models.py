@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rope_ext_hf.patches.families import families, family
+from rope_ext_hf.models.families import families, family
 from tests.support import every_model
 from tests.support.oracles import mrrope, plain
 from tests.support.tiers import OLDER, needs_family

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from rope_ext_hf.patches.decoder_arguments import cache_of_output, cache_parameter
+from rope_ext_hf.models.decoder_arguments import cache_of_output, cache_parameter
 from tests.support.every_model import Entry, data, image_inputs, inputs
 
 ANSWER = 3

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rope_ext_hf.method_choice import PatchChoice
-from rope_ext_hf.questions import Question
+from rope_ext_hf.options.method_choice import PatchChoice
+from rope_ext_hf.options.questions import Question
 from rope_ext_hf.tools.serving.questions import Extending
 from rope_ext_hf.tools.suites.questions import Gain, Tasks
 from rope_ext_hf.tools.training.questions import Finetuning

@@ -14,13 +14,13 @@ from torch import nn
 
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.errors import MethodError, ServingError, UnsupportedModelError, one_line, short
-from rope_ext_hf.files import foreign_errors
+from rope_ext_hf.files.whole import foreign_errors
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.models.patch_records import PatchSpec
 from rope_ext_hf.patches.describing import scalings_underneath, short_input_notes
-from rope_ext_hf.patches.patch_records import PatchSpec
-from rope_ext_hf.reading.memory import cached_bytes, cached_layers
+from rope_ext_hf.reading.cost.memory import cached_bytes, cached_layers
 from rope_ext_hf.tools.advice.advice import Advice, CacheMemory, MethodAdvice, signed
 from rope_ext_hf.tools.advice.guidance import (
     FINE_TUNING,

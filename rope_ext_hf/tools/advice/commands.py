@@ -18,14 +18,14 @@ from rope_ext_hf.cli.evaluation import Prepared, ReaderOptions, RunOptions
 from rope_ext_hf.cli.folders import PublishOptions, write_patched
 from rope_ext_hf.cli.options import CONTINUES, DryRun, EvalOptions, Json, Model, command
 from rope_ext_hf.errors import MethodError, RopeExtError, short, size_text
-from rope_ext_hf.files import json_text
-from rope_ext_hf.method_choice import parse_numbers
-from rope_ext_hf.questions import argument, command_line
+from rope_ext_hf.files.whole import json_text
+from rope_ext_hf.options.method_choice import parse_numbers
+from rope_ext_hf.options.questions import argument, command_line
 from rope_ext_hf.terminal import broken_command, wrapped
 from rope_ext_hf.tools.serving.questions import Extending
 
 if TYPE_CHECKING:
-    from rope_ext_hf.reading.forecast import Forecast
+    from rope_ext_hf.reading.cost.forecast import Forecast
     from rope_ext_hf.tools.advice.extending import Extension
 
 
@@ -57,7 +57,7 @@ def extend(
 
     Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
     """
-    from rope_ext_hf.runs.run_file import inputs_of, run_file
+    from rope_ext_hf.runs.folder.run_file import inputs_of, run_file
     from rope_ext_hf.tools.advice.advising import check_purpose
     from rope_ext_hf.tools.advice.extending import carries, judge, plan_extension
     from rope_ext_hf.tools.advice.extending import dry_run as dry_command
@@ -140,8 +140,8 @@ def _print_dry_run(
 
     If a step would fail, the advice is printed all the same, with the error.
     """
-    from rope_ext_hf.files import foreign_errors
-    from rope_ext_hf.reading.forecast import NOTHING_RUN
+    from rope_ext_hf.files.whole import foreign_errors
+    from rope_ext_hf.reading.cost.forecast import NOTHING_RUN
     from rope_ext_hf.tools.advice.advising import advise
     from rope_ext_hf.tools.advice.extending import plan_extension
 

@@ -15,14 +15,14 @@ from rope_ext_hf.checkpoints.folder_copies import unlike_copies
 from rope_ext_hf.errors import MethodError, ServingError, short
 from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
-from rope_ext_hf.method_choice import LayerChoice
-from rope_ext_hf.patches.gguf_models import is_gguf, way_out
-from rope_ext_hf.questions import command_line
-from rope_ext_hf.runs.labels import method_key
-from rope_ext_hf.runs.measures import Evidence, Measure, perplexity_text
+from rope_ext_hf.options.method_choice import LayerChoice
+from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
+from rope_ext_hf.runs.conclusions.labels import method_key
+from rope_ext_hf.runs.conclusions.measures import Evidence, Measure, perplexity_text
+from rope_ext_hf.runs.conclusions.statistics import FEWEST, Estimate
+from rope_ext_hf.runs.conclusions.verdicts import Outcome, verdict
 from rope_ext_hf.runs.run import Run
-from rope_ext_hf.runs.statistics import FEWEST, Estimate
-from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.tools.advice.advice import Advice, MethodAdvice
 from rope_ext_hf.tools.advice.advising import advise
 from rope_ext_hf.tools.advice.guidance import SERVING

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from rope_ext_hf.files import package_table
+from rope_ext_hf.files.whole import package_table
 
 SERVING = "to serve it without training"
 PYTHON = "no training, in your own Python process"

@@ -13,8 +13,8 @@ import torch
 from rope_ext_hf.errors import CheckpointError, duration
 from rope_ext_hf.eval.questions import Passkey
 from rope_ext_hf.hub import find_device, loaded_dtype
-from rope_ext_hf.questions import command_line
-from rope_ext_hf.reading.operations import MINUTES, measure_speed
+from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.reading.cost.operations import MINUTES, measure_speed
 from rope_ext_hf.tools.advice.guidance import SERVING
 from rope_ext_hf.tools.engines.base import find_engine, reference_engine, usual_server
 from rope_ext_hf.tools.engines.serving_config import ServingConfig

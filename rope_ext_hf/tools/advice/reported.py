@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from rope_ext_hf.files import package_table
+from rope_ext_hf.files.whole import package_table
 
 
 @dataclass(frozen=True, kw_only=True)

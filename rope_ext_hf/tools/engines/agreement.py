@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.engine_keys import EngineAgreement
+from rope_ext_hf.models.engine_keys import EngineAgreement
 from rope_ext_hf.tools.engines.base import reference_engine
 from rope_ext_hf.tools.engines.comparison import engine_difference, expected_numbers
 from rope_ext_hf.tools.engines.config_engine import other_engines

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from rope_ext_hf.errors import ServingError, UnknownMethodError, entry
-from rope_ext_hf.files import package_table
-from rope_ext_hf.patches.config_keys import Config
+from rope_ext_hf.files.whole import package_table
+from rope_ext_hf.models.config_keys import Config
 from rope_ext_hf.tools.engines.keys import Computed
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
 from rope_ext_hf.tools.engines.target import Target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rope_ext_hf.patches.config_keys import Config
+from rope_ext_hf.models.config_keys import Config
 from rope_ext_hf.tools.engines.base import Engine
 from rope_ext_hf.tools.engines.keys import Computed
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.config_keys import GEOMETRY_KEYS, Config
+from rope_ext_hf.models.config_keys import GEOMETRY_KEYS, Config
 from rope_ext_hf.tools.engines import formulas
 from rope_ext_hf.tools.engines.base import Engine, list_engines
 from rope_ext_hf.tools.engines.keys import Computed, RopeKeys

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.config_keys import Config, needed, rotated_dims, yarn_magnitude
+from rope_ext_hf.models.config_keys import Config, needed, rotated_dims, yarn_magnitude
 from rope_ext_hf.tools.engines.base import engine_table, register_engine
 from rope_ext_hf.tools.engines.former_spelling import FormerSpellingEngine, set_length_for_factor
 from rope_ext_hf.tools.engines.formulas import longrope_magnitude

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.config_keys import Config, text_settings
+from rope_ext_hf.models.config_keys import Config, text_settings
 from rope_ext_hf.tools.engines.base import NotCheckedError
 from rope_ext_hf.tools.engines.config_engine import ConfigEngine
 from rope_ext_hf.tools.engines.formulas import longrope_magnitude

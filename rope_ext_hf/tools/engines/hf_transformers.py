@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rope_ext_hf.patches.config_keys import Config, needed, text_settings, yarn_magnitude_by_config
+from rope_ext_hf.models.config_keys import Config, needed, text_settings, yarn_magnitude_by_config
 from rope_ext_hf.tools.engines.base import register_engine
 from rope_ext_hf.tools.engines.config_engine import ConfigEngine
 from rope_ext_hf.tools.engines.formulas import alpha_theta, linear, longrope_magnitude, plain

@@ -14,7 +14,7 @@ from typing import Any
 
 from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.config_keys import Config, needed, rope_settings, rotated_dims, text_settings, yarn_magnitude
+from rope_ext_hf.models.config_keys import Config, needed, rope_settings, rotated_dims, text_settings, yarn_magnitude
 from rope_ext_hf.tools.engines import formulas
 
 PLUGIN_TYPE = "rope_ext_hf"

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.gguf_files import FileRope
-from rope_ext_hf.patches.config_keys import Config, yarn_magnitude
+from rope_ext_hf.files.gguf_files import FileRope
+from rope_ext_hf.models.config_keys import Config, yarn_magnitude
 from rope_ext_hf.tools.engines.base import Engine, engine_table, register_engine
 from rope_ext_hf.tools.engines.gguf_rules import (
     ARCHITECTURES,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.config_keys import Config, needed
+from rope_ext_hf.models.config_keys import Config, needed
 from rope_ext_hf.tools.engines.base import engine_table, register_engine
 from rope_ext_hf.tools.engines.former_spelling import FormerSpellingEngine
 from rope_ext_hf.tools.engines.keys import Computed, RopeKeys, check_sliding_layers

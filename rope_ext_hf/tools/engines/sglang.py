@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.config_keys import Config, needed, yarn_magnitude
+from rope_ext_hf.models.config_keys import Config, needed, yarn_magnitude
 from rope_ext_hf.tools.engines.base import NotCheckedError, engine_table, register_engine
 from rope_ext_hf.tools.engines.hf_transformers import Transformers
 from rope_ext_hf.tools.engines.keys import PLUGIN_TYPE, Computed, RopeKeys

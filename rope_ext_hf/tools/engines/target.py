@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rope_ext_hf.patches.config_keys import Config
+from rope_ext_hf.models.config_keys import Config
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.config_keys import Config, needed, yarn_magnitude, yarn_magnitude_by_config
+from rope_ext_hf.models.config_keys import Config, needed, yarn_magnitude, yarn_magnitude_by_config
 from rope_ext_hf.tools.engines.base import NotCheckedError, engine_table, register_engine
 from rope_ext_hf.tools.engines.formulas import longrope_magnitude, plain, yarn
 from rope_ext_hf.tools.engines.keys import Computed, RopeKeys, plugin_settings

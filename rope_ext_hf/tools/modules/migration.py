@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
-from rope_ext_hf.files import package_table
-from rope_ext_hf.patches.model_classes import vocabulary_size
-from rope_ext_hf.patches.temporary import trying
+from rope_ext_hf.files.whole import package_table
+from rope_ext_hf.models.model_classes import vocabulary_size
+from rope_ext_hf.models.temporary import trying
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

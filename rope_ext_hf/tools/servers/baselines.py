@@ -15,9 +15,9 @@ from typing import Any
 
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.files import check_destination
+from rope_ext_hf.files.whole import check_destination
 from rope_ext_hf.hub import fingerprint
-from rope_ext_hf.patches.fingerprint import Fingerprint
+from rope_ext_hf.patches.saved.fingerprint import Fingerprint
 from rope_ext_hf.terminal import Report
 from rope_ext_hf.tools.servers.answers import Collected, as_text, collect, differing_tokens, read_answers
 from rope_ext_hf.tools.servers.clients import Answer, connect

@@ -19,8 +19,8 @@ import torch
 
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.hub import find_device, find_dtype, load_model, load_tokenizer
-from rope_ext_hf.reading.memory import check_memory
-from rope_ext_hf.reading.operations import measure_speed
+from rope_ext_hf.reading.cost.memory import check_memory
+from rope_ext_hf.reading.cost.operations import measure_speed
 from rope_ext_hf.tools.servers.answers import Collected, collect, differing_tokens, read_answers
 from rope_ext_hf.tools.servers.clients import connect
 from rope_ext_hf.tools.servers.comparing import Comparison

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from rope_ext_hf.errors import ServingError, duration, one_line, short
-from rope_ext_hf.files import json_digest
+from rope_ext_hf.files.whole import json_digest
 from rope_ext_hf.tools.engines.llama_cpp import LlamaCpp
 from rope_ext_hf.tools.engines.sglang import SGLang
 from rope_ext_hf.tools.engines.vllm import VLLM

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.model_classes import vocabulary_size
-from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.models.model_classes import vocabulary_size
+from rope_ext_hf.patches.slots.patched_slot import present_specs
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.tools.servers.answers import Collected, Prompt
 from rope_ext_hf.tools.servers.mistakes import AS_MEASURED, Configuration, slightly_wrong

@@ -30,12 +30,12 @@ from torch import Tensor
 from rope_ext_hf.errors import MethodError, ServingError, one_line
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
-from rope_ext_hf.patches.model_classes import vocabulary_size
-from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import present_specs
-from rope_ext_hf.reading.memory import GPU_WORKING_BYTES
+from rope_ext_hf.models.model_classes import vocabulary_size
+from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.slots.slot_finding import find_slots
+from rope_ext_hf.reading.cost.memory import GPU_WORKING_BYTES
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.runs.labels import label
+from rope_ext_hf.runs.conclusions.labels import label
 from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.tools.engines.overrides import OverridingEngine
 from rope_ext_hf.tools.serving.configs import open_model, serving_config
@@ -43,7 +43,7 @@ from rope_ext_hf.tools.serving.configs import open_model, serving_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.eval.perplexity_measurement import PerplexityMeasurement
+    from rope_ext_hf.eval.perplexity.perplexity_measurement import PerplexityMeasurement
     from rope_ext_hf.reading.spans import EvalPlan
     from rope_ext_hf.tools.engines.serving_config import ServingConfig
 

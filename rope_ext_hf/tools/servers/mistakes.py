@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.reordering import reordered
+from rope_ext_hf.checkpoints.rows.reordering import reordered
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patched
-from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.patches.slots.patched_slot import present_specs
 from rope_ext_hf.reading.spans import prefix_tokens
 
 AS_MEASURED = "as measured"

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
-from rope_ext_hf.files import foreign_errors, mistral_format_files, read_json
-from rope_ext_hf.gguf_files import read_file_rope
+from rope_ext_hf.files.gguf_files import read_file_rope
+from rope_ext_hf.files.whole import foreign_errors, mistral_format_files, read_json
 from rope_ext_hf.hub import model_folder
+from rope_ext_hf.models.config_keys import rope_settings, text_settings, unread_settings
+from rope_ext_hf.models.patch_records import PATCH_KEY, checked_specs
+from rope_ext_hf.options.questions import command_line
 from rope_ext_hf.patches.class_rotary import ClassRotary, check_described
-from rope_ext_hf.patches.config_keys import rope_settings, text_settings, unread_settings
-from rope_ext_hf.patches.patch_records import PATCH_KEY, checked_specs
-from rope_ext_hf.questions import command_line
 from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
 from rope_ext_hf.tools.engines.base import Engine, NotCheckedError, list_engines, reference_engine
 from rope_ext_hf.tools.engines.comparison import Expected, engine_difference, expected_numbers

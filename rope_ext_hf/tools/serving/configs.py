@@ -19,16 +19,16 @@ from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short, size_text
-from rope_ext_hf.files import foreign_errors, read_json
+from rope_ext_hf.files.whole import foreign_errors, read_json
 from rope_ext_hf.hub import is_adapter, load_empty, missing_tokenizer, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods, registered_name
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.models.patch_records import SAVED_KEYS, PatchSpec
+from rope_ext_hf.options.questions import command_line
 from rope_ext_hf.patches.config_model import ConfigModel
-from rope_ext_hf.patches.gguf_models import is_gguf, way_out
-from rope_ext_hf.patches.patch_records import SAVED_KEYS, PatchSpec
-from rope_ext_hf.questions import command_line
-from rope_ext_hf.reading.memory import cached_bytes
+from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
+from rope_ext_hf.reading.cost.memory import cached_bytes
 from rope_ext_hf.tools.engines.base import Engine, find_engine
 from rope_ext_hf.tools.engines.keys import length_setting
 from rope_ext_hf.tools.engines.serving_config import ServingConfig

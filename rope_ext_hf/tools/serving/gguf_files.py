@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rope_ext_hf.errors import CheckpointError, short
-from rope_ext_hf.files import atomic_file, check_destination, foreign_errors
-from rope_ext_hf.gguf_files import architecture_of, open_gguf, read_file_rope
+from rope_ext_hf.files.gguf_files import architecture_of, open_gguf, read_file_rope
+from rope_ext_hf.files.whole import atomic_file, check_destination, foreign_errors
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
 
 

@@ -23,18 +23,18 @@ import yaml
 
 from rope_ext_hf import __version__
 from rope_ext_hf.errors import CheckpointError, FileError, RopeExtError, one_line, printable, short
-from rope_ext_hf.files import PlainLoader, disk_errors, foreign_errors, list_files, resolve_inside, write_text
+from rope_ext_hf.files.whole import PlainLoader, disk_errors, foreign_errors, list_files, resolve_inside, write_text
 from rope_ext_hf.hub import fingerprint, folder_and_hub_id, is_adapter, load_empty, load_model
 from rope_ext_hf.patches.describing import describe
-from rope_ext_hf.patches.gguf_models import is_gguf, way_out
-from rope_ext_hf.patches.slots import patch_state, present_specs
-from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.identity import results_of_model
-from rope_ext_hf.runs.labels import method_key
-from rope_ext_hf.runs.measures import Measure
-from rope_ext_hf.runs.model_digest import model_digest
+from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
+from rope_ext_hf.patches.slots.patched_slot import patch_state, present_specs
+from rope_ext_hf.runs.conclusions.labels import method_key
+from rope_ext_hf.runs.conclusions.measures import Measure
+from rope_ext_hf.runs.conclusions.statistics import Estimate
+from rope_ext_hf.runs.folder.folder import read_run
+from rope_ext_hf.runs.folder.identity import results_of_model
+from rope_ext_hf.runs.folder.model_digest import model_digest
 from rope_ext_hf.runs.run import Run
-from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.engines.base import list_engines
 from rope_ext_hf.tools.engines.target import Target

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.bounds import MOST_TOKENS, parse_bytes, parse_length
-from rope_ext_hf.questions import Question, anything, argument
-from rope_ext_hf.reading.corpora import check_name
+from rope_ext_hf.options.questions import Question, anything, argument
+from rope_ext_hf.reading.text.load import check_name
 from rope_ext_hf.tools.engines.base import find_engine, list_engines, usual_server
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rope_ext_hf.errors import MethodError, entry
-from rope_ext_hf.files import package_table
+from rope_ext_hf.files.whole import package_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, short
-from rope_ext_hf.reading.corpora import load, stdlib_held_out
-from rope_ext_hf.reading.documents import utf8_bytes
 from rope_ext_hf.reading.spans import encode, encode_answer, prefix_tokens
+from rope_ext_hf.reading.text.documents import utf8_bytes
+from rope_ext_hf.reading.text.load import load, stdlib_held_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -151,7 +151,7 @@ class RowTokenizer:
 def read_rows(data: Any) -> tuple[dict[str, TextRow], str]:
     """Return the rows of a data set by name, in order, and the data set's name in results.
 
-    `data` is anything that `rope_ext_hf.reading.corpora.load` takes and that has the four columns context, evidence,
+    `data` is anything that `rope_ext_hf.reading.text.load.load` takes and that has the four columns context, evidence,
     question and answer.
 
     Raises:

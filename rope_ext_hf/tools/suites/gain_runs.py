@@ -16,18 +16,18 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import MethodError, short
-from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, text_of, warn_of_unknown
+from rope_ext_hf.reading.text.documents import Document
+from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.runs.conclusions.labels import Method, MethodResult, label
+from rope_ext_hf.runs.conclusions.measures import Evidence, Measure
+from rope_ext_hf.runs.conclusions.statistics import estimate
+from rope_ext_hf.runs.conclusions.verdicts import Outcome, verdict
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
-from rope_ext_hf.runs.labels import Method, MethodResult, label
 from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
-from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.run import Run
-from rope_ext_hf.runs.statistics import estimate
 from rope_ext_hf.runs.tables import beyond_mark, two_column_table
-from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.tools.suites.gain_rows import RowTokenizer, TextRow, TokenRow, docstring_rows, read_rows
 from rope_ext_hf.tools.suites.questions import Gain
 

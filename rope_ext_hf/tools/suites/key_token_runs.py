@@ -16,15 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import CorpusError, printable, short, warn_caller
-from rope_ext_hf.eval.perplexity_measurement import PerplexityMeasurement
+from rope_ext_hf.eval.perplexity.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.eval.questions import MeasureWith, Perplexity
 from rope_ext_hf.patches.describing import describe
-from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_vocabulary, prefix_tokens, tokenize, warn_of_unknown, with_prefix
+from rope_ext_hf.reading.text.documents import Document, Tokens
+from rope_ext_hf.runs.conclusions.labels import Method, MethodResult, label
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
-from rope_ext_hf.runs.labels import Method, MethodResult, label
 from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.tables import length_table

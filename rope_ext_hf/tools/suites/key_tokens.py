@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, one_line, short
-from rope_ext_hf.files import atomic_file, read_json, write_json
-from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.files.whole import atomic_file, read_json, write_json
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import with_prefix
+from rope_ext_hf.reading.text.documents import Tokens
 
 Range = tuple[int, int]  # of characters: the first one, and the one after the last
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from rope_ext_hf.bounds import parse_lengths
 from rope_ext_hf.eval.questions import LengthsQuestion
-from rope_ext_hf.questions import anything, argument, several
-from rope_ext_hf.reading.corpora import check_name
+from rope_ext_hf.options.questions import anything, argument, several
+from rope_ext_hf.reading.text.load import check_name
 from rope_ext_hf.tools.suites.base import check_suite, suite_names
 
 

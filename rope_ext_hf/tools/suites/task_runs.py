@@ -19,17 +19,17 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
-from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.scorer import Cost, TokenScorer, check_numbers
 from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, text_of, warn_of_unknown
+from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.runs.conclusions.labels import Method, MethodResult, method_key
+from rope_ext_hf.runs.conclusions.measures import EffectiveLength, Evidence, Measure
+from rope_ext_hf.runs.conclusions.statistics import Estimate, estimate_share
+from rope_ext_hf.runs.conclusions.verdicts import Outcome, verdict
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
-from rope_ext_hf.runs.labels import Method, MethodResult, method_key
 from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
-from rope_ext_hf.runs.measures import EffectiveLength, Evidence, Measure
 from rope_ext_hf.runs.run import Run
-from rope_ext_hf.runs.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.tables import beyond_mark, length_table
-from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.tools.suites.base import PromptSettings, Suite
 from rope_ext_hf.tools.suites.base import suite as find_suite
 from rope_ext_hf.tools.suites.questions import Tasks

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rope_ext_hf.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rope_ext_hf.patches.training_checks import check_context_parallel as check_context_parallel
+    from rope_ext_hf.patches.trials.refusals import check_context_parallel as check_context_parallel
     from rope_ext_hf.tools.training.callback import RopeCallback as RopeCallback
     from rope_ext_hf.tools.training.collators import MixedWindowsCollator as MixedWindowsCollator
     from rope_ext_hf.tools.training.collators import PoSECollator as PoSECollator

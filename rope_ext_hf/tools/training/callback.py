@@ -18,12 +18,12 @@ from transformers import TrainerCallback
 from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import CheckpointError, FingerprintError, MethodError
 from rope_ext_hf.eval.measuring import perplexity
-from rope_ext_hf.files import json_text, read_json, write_text
+from rope_ext_hf.files.whole import json_text, read_json, write_text
 from rope_ext_hf.hub import fingerprint, read_config
-from rope_ext_hf.patches.fingerprint import Fingerprint
-from rope_ext_hf.patches.slots import present_specs
-from rope_ext_hf.patches.training_checks import check_context_parallel, check_trainers_above, unwrapped
-from rope_ext_hf.runs.labels import label
+from rope_ext_hf.patches.saved.fingerprint import Fingerprint
+from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.trials.refusals import check_context_parallel, check_trainers_above, unwrapped
+from rope_ext_hf.runs.conclusions.labels import label
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer, TrainerControl, TrainerState, TrainingArguments

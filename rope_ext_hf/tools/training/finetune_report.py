@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rope_ext_hf.runs.measures import exponential, perplexity_text
-from rope_ext_hf.runs.statistics import Estimate
+from rope_ext_hf.runs.conclusions.measures import exponential, perplexity_text
+from rope_ext_hf.runs.conclusions.statistics import Estimate
+from rope_ext_hf.runs.conclusions.verdicts import Verdict, verdict
 from rope_ext_hf.runs.tables import BEYOND
-from rope_ext_hf.runs.verdicts import Verdict, verdict
 from rope_ext_hf.terminal import Report, text_table, wrapped
 
 

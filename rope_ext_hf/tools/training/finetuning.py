@@ -23,23 +23,23 @@ from transformers.integrations import get_available_reporting_integrations
 
 from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError, duration
 from rope_ext_hf.eval.measuring import passkey, perplexity
-from rope_ext_hf.eval.perplexity_runs import Result, difference
-from rope_ext_hf.files import disk_errors, json_text, with_tilde, write_text
+from rope_ext_hf.eval.perplexity.perplexity_runs import Result, difference
+from rope_ext_hf.files.whole import disk_errors, json_text, with_tilde, write_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
 from rope_ext_hf.installing import install_command
+from rope_ext_hf.options.questions import forward
 from rope_ext_hf.patches.describing import describe
-from rope_ext_hf.patches.gguf_models import is_gguf, way_out
 from rope_ext_hf.patches.patching import patch
-from rope_ext_hf.questions import forward
-from rope_ext_hf.reading.documents import Tokens, corpus_name
+from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
 from rope_ext_hf.reading.scorer import check_numbers
 from rope_ext_hf.reading.spans import prefix_tokens
-from rope_ext_hf.runs.folder import exclusive
-from rope_ext_hf.runs.identity import digest_inputs
+from rope_ext_hf.reading.text.documents import Tokens, corpus_name
+from rope_ext_hf.runs.conclusions.statistics import estimate_share, estimate_share_change
+from rope_ext_hf.runs.folder.folder import exclusive
+from rope_ext_hf.runs.folder.identity import digest_inputs
+from rope_ext_hf.runs.folder.run_file import RunFile, check_inputs, run_file
 from rope_ext_hf.runs.run import Run
-from rope_ext_hf.runs.run_file import RunFile, check_inputs, run_file
 from rope_ext_hf.runs.runner import Progress
-from rope_ext_hf.runs.statistics import estimate_share, estimate_share_change
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.serving.model_card import CARD_COLUMNS, made_from, write_card
 from rope_ext_hf.tools.training.callback import RopeCallback

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
 from rope_ext_hf.hub import find_device, load_empty, loaded_dtype
-from rope_ext_hf.reading.forecast import Forecast
-from rope_ext_hf.reading.memory import MemoryEstimate, widest_activation
-from rope_ext_hf.reading.operations import ReadingSpeed, measure_speed
+from rope_ext_hf.reading.cost.forecast import Forecast
+from rope_ext_hf.reading.cost.memory import MemoryEstimate, widest_activation
+from rope_ext_hf.reading.cost.operations import ReadingSpeed, measure_speed
 from rope_ext_hf.runs.chosen_methods import apply_choice
 from rope_ext_hf.tools.training.finetuning import (
     RETRIEVAL_TRIALS,

@@ -16,8 +16,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext_hf.errors import FileError, RopeExtError, one_line, size_text
-from rope_ext_hf.files import atomic_file, atomic_folder, disk_errors, json_digest, read_json, write_json
-from rope_ext_hf.runs.folder import other_settings
+from rope_ext_hf.files.whole import atomic_file, atomic_folder, disk_errors, json_digest, read_json, write_json
+from rope_ext_hf.runs.folder.folder import other_settings
 
 _SETTINGS = "settings.json"
 _LATER_FILES = ("checkpoints of *", "report.json")  # patterns of what a folder has once its run has made progress

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import LateEnds, Tokens
 from rope_ext_hf.reading.spans import tokenize, warn_of_unknown
+from rope_ext_hf.reading.text.documents import LateEnds, Tokens
+from rope_ext_hf.reading.text.load import load
 from rope_ext_hf.tools.training.questions import Finetuning
 
 _HELD_OUT = 10  # one document, or one token, in this many is measured instead of trained on

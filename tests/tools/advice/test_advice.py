@@ -20,8 +20,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import CheckpointError, MethodError
 from rope_ext_hf.methods.registry import list_methods
-from rope_ext_hf.reading.memory import cached_bytes
-from rope_ext_hf.reading.operations import ReadingSpeed
+from rope_ext_hf.reading.cost.memory import cached_bytes
+from rope_ext_hf.reading.cost.operations import ReadingSpeed
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.advice import Advice, advise, next_commands
 from rope_ext_hf.tools.advice.guidance import FINE_TUNING, PURPOSES, PYTHON, SERVING, SHORT_INPUTS, guidance_of

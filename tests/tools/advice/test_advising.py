@@ -13,7 +13,7 @@ import rope_ext_hf as rope
 from docs.figures.recipes import published_config
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, size_text
 from rope_ext_hf.hub import fingerprint, load_empty
-from rope_ext_hf.patches.recipes import Recipe, recipes
+from rope_ext_hf.models.recipes import Recipe, recipes
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.advice import advise
 from rope_ext_hf.tools.advice.extending import plan_extension

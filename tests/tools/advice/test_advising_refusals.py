@@ -8,7 +8,7 @@ import pytest
 
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.registry import list_methods
-from rope_ext_hf.patches.model_classes import empty_model
+from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.patches.patching import patch, unpatch
 from rope_ext_hf.patches.stand_in import stand_in
 from rope_ext_hf.tools.advice.advising import advise

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rope_ext_hf.patches.model_classes import empty_model
+from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.tools.advice.advising import advise
 from rope_ext_hf.tools.serving.auditing import audit_config
 from rope_ext_hf.tools.serving.configs import Model, make_target
-from tests.patches.test_config_stated import FAMILIES, stating, write_qwen_1m
+from tests.models.test_config_stated import FAMILIES, stating, write_qwen_1m
 from tests.support.commands import run_json
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.hub import load_tokenizer
-from rope_ext_hf.reading.corpora import stdlib_held_out
+from rope_ext_hf.reading.text.load import stdlib_held_out
 from rope_ext_hf.reference import path
-from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.statistics import Estimate, estimate
+from rope_ext_hf.runs.conclusions.statistics import Estimate, estimate
+from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.tools.advice.extending import Comparison, ExtensionVerdict, LengthVerdict, plan_extension
 from rope_ext_hf.tools.serving.questions import Extending
 from tests.support.models import build

@@ -20,8 +20,8 @@ from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.recipes import recipes
-from rope_ext_hf.runs.statistics import estimate
+from rope_ext_hf.models.recipes import recipes
+from rope_ext_hf.runs.conclusions.statistics import estimate
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.advice.guidance import (
     NOTHING,

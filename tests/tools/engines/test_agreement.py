@@ -14,8 +14,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.folder_copies import save_patched_folder
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import load_empty
-from rope_ext_hf.patches.engine_keys import KEYS_FOR_OTHER_ENGINES, compare_engines, former_keys
-from rope_ext_hf.patches.families import former_key
+from rope_ext_hf.models.engine_keys import KEYS_FOR_OTHER_ENGINES, compare_engines, former_keys
+from rope_ext_hf.models.families import former_key
 from rope_ext_hf.tools.engines.agreement import TRIED_FAMILIES
 from rope_ext_hf.tools.engines.config_engine import other_engines
 from tests.support.models import FAMILIES, THETA, TRAINED, build, build_known, logits, static_cases, tokens

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.engine_keys import compare_engines
+from rope_ext_hf.models.engine_keys import compare_engines
 from rope_ext_hf.tools.engines.base import find_engine, list_engines
 from rope_ext_hf.tools.engines.config_engine import ConfigEngine
 from rope_ext_hf.tools.serving.auditing import audit_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rope_ext_hf.patches.families import families
+from rope_ext_hf.models.families import families
 from rope_ext_hf.tools.engines.hf_transformers import MLA_FAMILIES, NTK_ALPHA_FAMILIES
 from rope_ext_hf.tools.engines.vllm import DEEPSEEK_FAMILIES
 from rope_ext_hf.tools.serving.configs import make_target, open_model

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from rope_ext_hf.errors import RopeExtError, UnsupportedModelError
-from rope_ext_hf.patches.model_classes import class_to_load
-from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.models.model_classes import class_to_load
+from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.tools.serving.auditing import audit_config
 from rope_ext_hf.tools.serving.configs import Model
 from tests.support import every_model

@@ -9,7 +9,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_ext_hf.tools.serving.configs import Model, make_target
-from tests.patches.test_recipes import BY_NAME, published
+from tests.models.test_recipes import BY_NAME, published
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unrecognized keys")
 

@@ -11,7 +11,7 @@ import pytest
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, FileError, ServingError
-from rope_ext_hf.gguf_files import read_file_rope
+from rope_ext_hf.files.gguf_files import read_file_rope
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.engines.base import find_engine
 from rope_ext_hf.tools.engines.formulas import llama3, plain

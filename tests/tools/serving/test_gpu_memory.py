@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from rope_ext_hf.bounds import parse_bytes
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError, ServingError
-from rope_ext_hf.patches.model_classes import empty_model
-from rope_ext_hf.reading.memory import cached_bytes
+from rope_ext_hf.models.model_classes import empty_model
+from rope_ext_hf.reading.cost.memory import cached_bytes
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.advice import advise
 from rope_ext_hf.tools.advice.extending import plan_extension

@@ -19,9 +19,9 @@ from rope_ext_hf.errors import FileError, ServingError
 from rope_ext_hf.eval import Passkey, Perplexity, measure
 from rope_ext_hf.hub import load_model
 from rope_ext_hf.reference import path as reference
-from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.labels import label
-from rope_ext_hf.runs.measures import perplexity_text
+from rope_ext_hf.runs.conclusions.labels import label
+from rope_ext_hf.runs.conclusions.measures import perplexity_text
+from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.serving.configs import serving_config
 from rope_ext_hf.tools.serving.model_card import CARD, CARD_COLUMNS, RESULTS, write_card

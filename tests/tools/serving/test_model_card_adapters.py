@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from tests.patches.test_adapters import bundled  # noqa: F401 (a fixture)
+from tests.patches.saved.test_adapters import bundled  # noqa: F401 (a fixture)
 from tests.support.commands import run
 
 pytestmark = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rope_ext_hf.tools.suites import Gain, Tasks
-from tests.reading.test_unknown_tokens import DROPPED, FOREIGN, letters
+from tests.reading.text.test_unknown_tokens import DROPPED, FOREIGN, letters
 from tests.support.models import build
 
 

@@ -23,14 +23,14 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import CorpusError, FileError
 from rope_ext_hf.eval import sweep
-from rope_ext_hf.eval.perplexity_measurement import DocumentLoss
-from rope_ext_hf.eval.perplexity_runs import PerplexityRuns
+from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.perplexity.perplexity_runs import PerplexityRuns
 from rope_ext_hf.hub import load_tokenizer
-from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import Setting, tokenize
+from rope_ext_hf.reading.text.documents import Document, Tokens
 from rope_ext_hf.reference import path as reference
-from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.tools.suites.key_tokens import (
     KeyRanges,
     KeySetting,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.reading.scorer import Cost
+from rope_ext_hf.runs.conclusions.labels import method_key
+from rope_ext_hf.runs.conclusions.measures import EffectiveLength
 from rope_ext_hf.runs.kinds import run_kind
-from rope_ext_hf.runs.labels import method_key
-from rope_ext_hf.runs.measures import EffectiveLength
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.tools.suites.task_runs import TaskResult, TaskScore, TaskSetting, effective_lengths
 

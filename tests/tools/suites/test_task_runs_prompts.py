@@ -19,10 +19,10 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.hub import load_model, load_tokenizer
-from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.static import Yarn
+from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.reading.scorer import TokenScorer
-from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.workers import Workers
 from rope_ext_hf.tools.suites import base, tasks
@@ -44,7 +44,7 @@ class KeyValue(Suite):
         samples = []
         for index in range(wanted.count):
             rng = random.Random(f"{task} {wanted.seed} {index}")
-            from rope_ext_hf.eval.statements import RETRIEVALS, ask
+            from rope_ext_hf.eval.retrieval.statements import RETRIEVALS, ask
 
             drawn = ask(RETRIEVALS["key-value"], rng, keys=1, wording=index).about(0)
             (statement,) = drawn.statements

@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from rope_ext_hf.errors import RopeExtError, ServingError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods
-from rope_ext_hf.patches.model_classes import class_to_load
+from rope_ext_hf.models.model_classes import class_to_load
 from rope_ext_hf.tools.engines.base import find_engine
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
 from rope_ext_hf.tools.engines.target import Target

@@ -13,9 +13,9 @@ from transformers import Trainer, TrainerState, TrainingArguments
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FingerprintError, MethodError
-from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.tools.training import RopeCallback
-from tests.patches.test_fingerprint import MISTAKES
+from tests.patches.saved.test_fingerprint import MISTAKES
 from tests.support.models import TRAINED, build, tokens
 
 ROOT = Path(__file__).parents[3]

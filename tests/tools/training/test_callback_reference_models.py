@@ -8,7 +8,7 @@ import pytest
 
 from rope_ext_hf.errors import FingerprintError
 from rope_ext_hf.tools.training import RopeCallback
-from tests.patches.test_training_checks import load, trainer
+from tests.patches.trials.test_refusals import load, trainer
 
 pytestmark = [  # of TRL's own
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),

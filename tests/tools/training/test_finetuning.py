@@ -22,16 +22,16 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, UnsupportedModelError
-from rope_ext_hf.eval.perplexity_measurement import DocumentLoss
-from rope_ext_hf.eval.perplexity_runs import PerplexityRuns, Result
-from rope_ext_hf.files import json_text
-from rope_ext_hf.reading.documents import Document
+from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.perplexity.perplexity_runs import PerplexityRuns, Result
+from rope_ext_hf.files.whole import json_text
 from rope_ext_hf.reading.spans import Setting, tokenize
+from rope_ext_hf.reading.text.documents import Document
 from rope_ext_hf.reference import path as reference
-from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.run_file import RunFile
-from rope_ext_hf.runs.statistics import estimate_share, estimate_share_change
-from rope_ext_hf.runs.verdicts import Outcome
+from rope_ext_hf.runs.conclusions.statistics import estimate_share, estimate_share_change
+from rope_ext_hf.runs.conclusions.verdicts import Outcome
+from rope_ext_hf.runs.folder.folder import read_run
+from rope_ext_hf.runs.folder.run_file import RunFile
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.serving.model_card import CARD_COLUMNS
 from rope_ext_hf.tools.training import finetune

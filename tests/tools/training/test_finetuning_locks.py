@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rope_ext_hf as rope
-from rope_ext_hf.runs.folder import exclusive
+from rope_ext_hf.runs.folder.folder import exclusive
 from rope_ext_hf.tools.training import finetune
 
 

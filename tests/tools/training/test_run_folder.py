@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FileError
-from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.reference import path as reference
-from rope_ext_hf.runs.identity import digest_inputs
+from rope_ext_hf.runs.folder.identity import digest_inputs
 from rope_ext_hf.tools.training.run_folder import open_run, read_checked, save_model, saving, write_checked
 from rope_ext_hf.tools.training.texts import cut, split
 from tests.support.models import build

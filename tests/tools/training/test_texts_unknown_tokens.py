@@ -8,7 +8,7 @@ import pytest
 
 from rope_ext_hf.tools.training.questions import Finetuning
 from rope_ext_hf.tools.training.texts import split_texts
-from tests.reading.test_unknown_tokens import DROPPED, FOREIGN, KNOWN, letters
+from tests.reading.text.test_unknown_tokens import DROPPED, FOREIGN, KNOWN, letters
 
 
 @pytest.mark.parametrize("texts", [{"data": [FOREIGN * 100]}, {"data": [KNOWN * 100], "eval_data": [FOREIGN * 100]}])

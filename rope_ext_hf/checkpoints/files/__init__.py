@@ -1,0 +1,1 @@
+"""Files of weights: safetensors, torch files, and what else lies beside them."""

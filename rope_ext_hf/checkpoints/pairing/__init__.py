@@ -1,0 +1,1 @@
+"""Which pairing the weights of a folder have: stated, or found out from them."""

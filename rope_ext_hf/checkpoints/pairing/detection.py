@@ -1,0 +1,171 @@
+"""Detect from a checkpoint's weights which pairing they are in.
+
+    print(detect_pairing("path/or/hub-id"))
+
+`pairing_scores` scores the queries and keys of a few layers (`query_key_weights`). The verdict is the sign of the mean
+score over heads; it needs `_MIN_SIGMA` standard errors and `_MIN_LAYER_AGREEMENT` of the layers, else it is None. If a
+text is given, the loss on it is measured with the rows in either order as well (`text_losses`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from rope_ext_hf.checkpoints.meta.meta_source import open_checkpoint
+from rope_ext_hf.checkpoints.pairing.pairing_report import LayerScore, PairingReport, TextLosses
+from rope_ext_hf.checkpoints.pairing.pairing_scores import confidence, mean_score, pairing_correlations
+from rope_ext_hf.checkpoints.pairing.query_key_weights import RotatedWeights, weights_from_model, weights_from_source
+from rope_ext_hf.checkpoints.pairing.right_calls import Call, folder_call, model_call, remedy
+from rope_ext_hf.checkpoints.pairing.text_losses import compare_losses
+from rope_ext_hf.checkpoints.rows.sampling import evenly_spaced
+from rope_ext_hf.checkpoints.source import Source
+from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.hub import load_model, load_tokenizer
+from rope_ext_hf.patches.saved.gguf_models import is_gguf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_LAYERS_READ = 8  # evenly spaced over the depth
+_MIN_LAYER_AGREEMENT = 0.75  # some models have a few layers without rotation
+_MIN_SIGMA = 4.5  # standard errors; chance alone exceeds them 7 times in a million
+
+
+def detect_pairing(
+    path_or_model: str | Path | nn.Module,
+    *,
+    text: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PairingReport:
+    """Determine from its weights which pairing a model is in; "undecided" (None) where they leave it open.
+
+    Packed weights and adapters alone stay undecided, and so does a model that has learned next to nothing.
+
+    Args:
+        path_or_model: a folder or Hub id (safetensors or .bin, read a tensor at a time; Meta's format too), a GGUF file
+            (which transformers loads, with its rows in their order), or a loaded model, patched or under PEFT or not.
+        text: a few thousand tokens of text like that which the model was trained on: the losses under both pairings are
+            compared as well. A folder's model is loaded for that; a loaded model has its weights reordered meanwhile
+            and put back, bit for bit, with any adapter that it has.
+        tokenizer: for the text; default: the one beside the weights.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: as in transformers.
+
+    Raises:
+        CheckpointError, FileError: a folder that is missing or contradicts itself; a text for weights in Meta's format,
+            or of a family without a class in transformers.
+        CorpusError: a text that is too short, or no tokenizer for it.
+        UnsupportedModelError: a family that the table does not list.
+    """
+    has_config = True
+    call: Call | None = None  # the rows of a GGUF file are not converted where they are
+    if isinstance(path_or_model, nn.Module):
+        weights, call = weights_from_model(path_or_model), model_call
+    elif is_gguf(path_or_model):
+        weights = replace(weights_from_model(load_model(path_or_model, dtype="float32")), path=str(path_or_model))
+        if text is not None and tokenizer is None:
+            tokenizer = load_tokenizer(path_or_model)
+    else:
+        call = folder_call(path_or_model, "NEW", revision)
+        source = open_checkpoint(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
+        has_config = isinstance(source, Source)
+        weights = weights_from_source(source, str(path_or_model), trust_remote_code=trust_remote_code)
+    report = replace(detect_in_weights(weights), consumers=detect_in_consumers(weights))
+    if text is not None:
+        report = combine_evidence(report, compare_losses(weights, text, tokenizer))
+    if call is None:
+        return report
+    return replace(report, remedy=remedy(report, weights.runs, call, has_config=has_config))
+
+
+def detect_in_weights(weights: RotatedWeights) -> PairingReport:
+    """Detect the pairing of the queries and keys in a model's own layers.
+
+    The report is undecided if they cannot be read.
+    """
+    report = PairingReport(weights.path, stated=weights.stated)
+    try:
+        return _detect(weights, report, weights.attentions(), ("q", "k"))
+    except CheckpointError as error:
+        return replace(report, reason=str(error))
+
+
+def detect_in_consumers(weights: RotatedWeights, stated: str | None = None) -> tuple[PairingReport, ...]:
+    """Detect the pairing of indexers, and of layers that predict further tokens, apart from that of the model itself.
+
+    Args:
+        weights: the weights of the model.
+        stated: the pairing that the weights are said to be in; default: that of the config or the family table.
+    """
+    stated = stated or weights.stated
+    reports = []
+    indexed, own_pairing = weights.indexers()
+    if indexed:
+        report = PairingReport("indexers", stated=own_pairing or stated)
+        reports.append(_detect(weights, report, indexed, ("index_q", "index_k")))
+    try:
+        further = weights.attentions(further=True)
+    except CheckpointError:  # the model's layers are of several kinds, and the kind of a further layer is unknown
+        further = []
+    if further:
+        report = PairingReport("layers that predict further tokens", stated=stated)
+        reports.append(_detect(weights, report, further, ("q", "k")))
+    return tuple(reports)
+
+
+def combine_evidence(report: PairingReport, text: TextLosses) -> PairingReport:
+    """Return the report with the losses on a text added, and a verdict by both the weights and the text.
+
+    If one of the two is undecided, the other decides. If they contradict each other, the verdict is None.
+    """
+    report = replace(report, text=text)
+    if text.pairing is None or text.pairing == report.pairing:
+        return report
+    if report.pairing is None:
+        sure = confidence(text.half - text.interleaved, text.error)
+        return replace(report, pairing=text.pairing, confidence=sure, reason=None)
+    return replace(
+        report, pairing=None, confidence=0.0, reason=f"the weights show {report.pairing}, the text {text.pairing}"
+    )
+
+
+def _detect(
+    weights: RotatedWeights, report: PairingReport, attentions: list[str], sides: tuple[str, str]
+) -> PairingReport:
+    """Return the report with the scores of these attention modules added, and with a verdict.
+
+    Args:
+        weights: the weights of the model.
+        report: a report without scores.
+        attentions: names of attention modules.
+        sides: the kinds of rows that are compared, see `RotatedWeights.queries_and_keys`.
+    """
+    inv_freq = weights.rotary.inv_freq()
+    layers: list[LayerScore] = []
+    scores: list[Tensor] = []
+    try:
+        if not attentions:
+            raise CheckpointError(f"no tensor has a name of a rotated module of {weights.tensors.model_type!r}")
+        for name in evenly_spaced(attentions, _MAX_LAYERS_READ):
+            query, key = weights.queries_and_keys(name, sides)
+            correlations = pairing_correlations(query, key, inv_freq).cpu().double()
+            half, interleaved = correlations.mean(0).tolist()
+            layers.append(LayerScore(name, len(correlations), half, interleaved))
+            scores.append(correlations[:, 0] - correlations[:, 1])
+    except CheckpointError as unreadable:
+        return replace(report, reason=str(unreadable))
+    score, error = mean_score(torch.cat(scores), inv_freq)
+    report = replace(report, score=score, error=error, layers=tuple(layers), confidence=confidence(score, error))
+    if abs(score) < _MIN_SIGMA * error or not error:
+        return replace(report, reason="the difference between the pairings may be chance")
+    agreeing = sum((layer.half - layer.interleaved) * score > 0 for layer in layers)
+    if agreeing < _MIN_LAYER_AGREEMENT * len(layers):
+        return replace(report, reason=f"{len(layers) - agreeing} of {len(layers)} layers contradict the others")
+    return replace(report, pairing="half" if score > 0 else "interleaved")

@@ -1,0 +1,1 @@
+"""The rotated rows of a weight, and their order."""

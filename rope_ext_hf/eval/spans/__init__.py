@@ -1,0 +1,1 @@
+"""Measurements over spans of text, to build on."""

@@ -1,0 +1,150 @@
+"""Keys of a saved config.json for other programs than transformers 5, and which engines compute the same from it.
+
+transformers 5, vLLM and SGLang read `rope_parameters`. transformers 4 and mlx-lm read the former spelling, `rope_theta`
+and `rope_scaling` at the top level. Plug-ins know which engines compute the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rope_ext_hf.models.config_keys import yarn_magnitude_by_config
+from rope_ext_hf.models.families import Family, family, former_key
+from rope_ext_hf.plug_ins import plug_ins
+
+KEYS_FOR_OTHER_ENGINES = frozenset({"attn_factor", "short_mscale", "long_mscale"})
+"""Rope settings that are written for other engines; transformers ignores them and logs that."""
+_Settings = Mapping[str, Any]
+
+
+def attention_factor_keys(settings: _Settings, known: Family) -> dict[str, Any]:
+    """Return the attention factor of rope settings under the keys of engines that do not read `attention_factor`.
+
+    Of longrope settings, vLLM and SGLang read short_mscale and long_mscale. Of yarn settings, mlx-lm and SGLang read
+    mscale and mscale_all_dim, which give exactly 1 where they are equal; SGLang multiplies the result by attn_factor.
+
+    Args:
+        settings: the rope settings of transformers that state a method.
+        known: the family of the model.
+
+    Returns:
+        The keys to add; none where the settings have no attention factor.
+    """
+    factor = settings.get("attention_factor")
+    if factor is None:
+        return {}
+    if settings["rope_type"] == "longrope":
+        return dict.fromkeys(("short_mscale", "long_mscale"), factor)
+    if factor == 1 and not known.softmax_mscale:  # such a family would scale its softmax by mscale_all_dim
+        return dict.fromkeys(("mscale", "mscale_all_dim"), 1.0)
+    without = {key: value for key, value in settings.items() if key != "attention_factor"}
+    return {"attn_factor": factor / yarn_magnitude_by_config(without, settings["factor"])}
+
+
+# --- the former spelling --------------------------------------------------------------------------------------------
+
+
+def former_keys(model_type: str, rope_parameters: _Settings, layer_types: Sequence[str | None]) -> dict[str, Any]:
+    """Return rope settings under the top-level keys of transformers 4; none where these cannot state the settings.
+
+    Args:
+        model_type: the model type of the text config.
+        rope_parameters: the settings, one set or one for each layer type.
+        layer_types: the layer types that a method applies to; [None]: there is one set for all layers.
+    """
+    first = layer_types[0]  # the others have the same settings
+    scaled = rope_parameters if first is None else rope_parameters[first]
+    former = {key: scaled[key] for key in ("rope_theta", "partial_rotary_factor") if key in scaled}
+    if scaled["rope_type"] != "default":
+        former["rope_scaling"] = {key: value for key, value in scaled.items() if key != "rope_theta"}
+    if first is not None:
+        others = {name: value for name, value in rope_parameters.items() if name not in layer_types}
+        for other in others.values():
+            if not isinstance(other, Mapping):
+                continue
+            if other.get("rope_type", "default") != "default":
+                return {}
+            if other["rope_theta"] != scaled["rope_theta"]:
+                former["rope_local_base_freq"] = other["rope_theta"]
+    return {former_key(model_type, key): value for key, value in former.items()}
+
+
+def former_spelling(config: _Settings, layer_types: Sequence[str | None]) -> dict[str, Any]:
+    """Return the keys of transformers 4 to write beside `rope_parameters` in a config.json.
+
+    There are none where transformers 5 would then read other settings: it lets `rope_scaling` win over
+    `rope_parameters`, and some of its classes read it differently.
+
+    Args:
+        config: the values of the config.json.
+        layer_types: the layer types that a method applies to; [None]: there is one set of settings for all layers.
+    """
+    if family(config["model_type"]).angle_table:  # every program reads the table in the weights instead of settings
+        return {}
+    former = former_keys(config["model_type"], config["rope_parameters"], layer_types)
+    former = {key: value for key, value in former.items() if key not in config}
+    read_without = _settings_read_from(config)
+    read_with = _settings_read_from({**config, **former})
+    return former if read_without is not None and read_without == read_with else {}
+
+
+def _settings_read_from(config: _Settings) -> dict[str, Any] | None:
+    """Return the rope settings that the installed transformers reads from a config.json; None where it refuses it."""
+    from transformers import AutoConfig
+
+    values = copy.deepcopy(dict(config))
+    values |= {key: _plain(values[key]) for key in ("rope_parameters", "rope_scaling") if key in values}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # a class that only sets the deprecated attribute refuses it
+        try:
+            settings: dict[str, Any] = AutoConfig.for_model(values.pop("model_type"), **values).rope_parameters
+        except Exception:  # config classes raise anything for keys that they do not expect
+            return None
+    return settings
+
+
+def _plain(settings: Any) -> Any:
+    """Return rope settings without the keys and rope types that transformers does not know.
+
+    transformers would log such a key, and refuse such a type.
+    """
+    if not isinstance(settings, Mapping):
+        return settings
+    kept = {key: value for key, value in settings.items() if key not in KEYS_FOR_OTHER_ENGINES}
+    kept |= {key: _plain(value) for key, value in kept.items() if isinstance(value, Mapping)}
+    if "/" in str(kept.get("rope_type")):
+        kept["rope_type"] = "default"
+    return kept
+
+
+# --- which engines agree ----------------------------------------------------------------------------------------------
+
+
+class EngineAgreement(NamedTuple):
+    """The serving engines that run a saved patched model as transformers 5 does, and those that do not.
+
+    Attributes:
+        agreeing: engines known to run it as transformers 5 does, from runs or from the engine's own rotary classes.
+        disagreeing: engines known to load it without an error and to run another model.
+        by_source: engines that run it as transformers 5 does by their source, which was read but not run.
+    """
+
+    agreeing: list[str]
+    disagreeing: list[str]
+    by_source: list[str]
+
+
+def compare_engines(config: _Settings) -> EngineAgreement:
+    """Return which serving engines compute from a config.json the same as transformers 5, and which do not.
+
+    Every plug-in of the entry point `rope_ext_hf.engine_checks` answers for the engines that it knows.
+    `config`: the values of the config.json.
+    """
+    agreement = EngineAgreement([], [], [])
+    for check in plug_ins("engine_checks").values():
+        for names, more in zip(agreement, check(config), strict=True):
+            names += more
+    return agreement

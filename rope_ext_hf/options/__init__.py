@@ -1,0 +1,1 @@
+"""The arguments of commands and functions as dataclasses: measurements, and the choice of methods."""

@@ -1,0 +1,222 @@
+"""Hooks of remapping methods: the positions of each forward, and the attention modules that a patch has prepared.
+
+A remapping method changes relative positions, which the rotation of queries and keys alone cannot express (a near pair
+at its true distance, a far pair at a smaller one). So the attention modules of a patched model run a function of ours,
+`attention_function`. What a module does with its rotary embedding (which dims of a head rotate, how they are paired,
+whether at all) is measured when a model is patched, by running a few tokens through it, see `attention_probe`; `attach`
+keeps the result with the module. The hooks here tell the function the positions of the tokens of each forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext_hf.attention.rules import RowGroup
+from rope_ext_hf.errors import LengthError, UnsupportedModelError
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.models.decoder_arguments import arguments
+from rope_ext_hf.models.weights_at_hand import on_meta_device
+from rope_ext_hf.patches.forward.attention_function import register
+from rope_ext_hf.patches.forward.attention_interface import (
+    ATTENTION_NAME,
+    LAYER_ATTRIBUTE,
+    PROBE_RECORDS,
+    Layer,
+    Places,
+    places_of_attention,
+)
+from rope_ext_hf.patches.forward.attention_probe import probe_layers
+from rope_ext_hf.patches.forward.forward_call import CONTEXT_KWARG, ForwardContext, place_tokens
+from rope_ext_hf.patches.forward.forward_hooks import Arguments, DecoderHooks
+from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, tables_of
+from rope_ext_hf.patches.slots.slot_finding import find_slots
+from rope_ext_hf.rotary.cache_state import CacheState, check_origin
+from rope_ext_hf.rotary.forward_state import graph_break
+
+_PROBING = threading.Lock()
+"""Held while a decoder is probed in a forward, when no other thread may run it."""
+
+
+class RemappingHooks(DecoderHooks):
+    """Hooks around the forward of a decoder under a method that remaps relative positions, such as Self-Extend.
+
+    Before the forward they hand the positions and the padding of all tokens to the attention layers.
+    """
+
+    def __init__(self, slots: Sequence[PatchedSlot]) -> None:
+        super().__init__(slots)
+        self.layers: dict[int, nn.Module] = {}  # attention modules of the decoder by index; looked up when first needed
+        self.places: Places = []  # where these modules stood when they were looked up
+
+    @graph_break  # it looks at values
+    def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Work out the positions of all tokens, and pass them on to the attention modules inside."""
+        if PROBE_RECORDS.get() is not None:  # a forward of attention_probe, with attention of its own
+            return None
+        self._look_up_layers(decoder)
+        _check_attention(decoder, kwargs)
+        context = self.begin(decoder, arguments(decoder, args, kwargs))
+        if context is None:
+            return None
+        if context.past_length:
+            context.cache_state = check_origin(context.cache, self.origin())
+        context.token_positions = positions = place_tokens(context)
+        context.layers = self.layers
+        context.row_groups = self._group_rows(context)
+        if context.cache_state is None:
+            context.cache_state = CacheState(self.origin(), packed=context.packed)
+        no_padding = positions.left_padding is not None and not any(positions.left_padding)
+        context.cache_state.in_order = positions.key_mask is None and no_padding
+        passed_on: dict[str, Any] = {}
+        # As a keyword the context survives until a checkpointed layer runs again in the backward.
+        parameters = inspect.signature(type(decoder).forward).parameters.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            passed_on[CONTEXT_KWARG] = context
+        if context.position_ids is None or "position_ids" in kwargs:
+            passed_on["position_ids"] = positions.query_positions
+        return args, kwargs | passed_on
+
+    def check_exportable(self, context: ForwardContext) -> None:
+        """Check that a graph for another program can hold this forward, which is traced or exported.
+
+        Raises:
+            UnsupportedModelError: the call has padding or positions, whose values decide what is computed, and a graph
+                would keep the decisions for its example; or torch.jit.trace cannot follow the method.
+        """
+        super().check_exportable(context)
+        if context.padding_mask is not None or context.position_ids is not None:
+            raise UnsupportedModelError(
+                f"a traced or exported model under {tables_of(self.slots)[0].method.name} cannot follow an "
+                "attention_mask or position_ids: export the model without them, for inputs without padding, or patch "
+                "it with a frequency method, such as yarn"
+            )
+
+    def _look_up_layers(self, decoder: nn.Module) -> None:
+        """Find the attention modules of a decoder; find them again if one has been replaced since the last time."""
+        moved = any(getattr(parent, name, None) is not module for parent, name, module in self.places)
+        if self.layers and not moved:
+            return
+        layers = _prepared_layers(decoder)
+        if not layers and not on_meta_device(decoder):
+            with _PROBING:
+                layers = _prepared_layers(decoder) or self._prepare_layers(decoder)
+        self.layers = layers
+        self.places = places_of_attention(decoder, self.layers.values(), self.slots[0].state.spec.method.name)
+
+    def _prepare_layers(self, decoder: nn.Module) -> dict[int, nn.Module]:
+        """Prepare the attention modules of a decoder that was patched without its weights; return them by index.
+
+        This is done in the first forward, before any of its state is kept.
+        """
+        spec = self.slots[0].state.spec
+        assert isinstance(spec.method, RemappingMethod)
+        slots = find_slots(decoder, spec.layers)
+        with torch.inference_mode(mode=False):  # what is measured here serves later forwards with gradients, too
+            attach(probe_layers(decoder, slots, spec.method, spec.rotary), slots[0].config)
+        return _prepared_layers(decoder)
+
+    def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Free what was kept for the layers of this forward, and record in its cache how its keys are rotated."""
+        context = self.end(decoder)
+        if context is None or context.token_positions is None:
+            return
+        context.forget_rotations()
+        if output is not None and context.cache_state is not None:
+            self.record(context.cache, output, context.cache_state)
+
+    def _group_rows(self, context: ForwardContext) -> tuple[RowGroup, ...]:
+        """Return the rows of a forward, grouped by their rule of attention; empty if all follow the rule of the method.
+
+        Raises:
+            LengthError: a row holds several inputs, each of which needs the rule of its own length.
+        """
+        table = next(table for table in tables_of(self.slots) if isinstance(table.method, RemappingMethod))
+        method, positions = table.method, context.token_positions
+        assert isinstance(method, RemappingMethod)
+        assert positions is not None
+        if method.scales_queries_only:
+            return (RowGroup(None, None, positions),)
+        if not method.by_length:
+            return ()
+        lengths = (table.fixed_length,) if table.fixed_length else positions.lengths
+        rules = [method.at_length(length) for length in lengths]
+        if context.packed and not table.fixed_length and any(rules):
+            raise LengthError(
+                "a row holds several inputs one after the other (its position_ids start anew), and the rule of "
+                f"{method.name} follows the length of each: give one input per row, or hold one length with "
+                "rope_ext_hf.fixed_length(model, length)"
+            )
+        rows_of: dict[RemappingMethod | None, list[int]] = {}
+        for row, rule in enumerate(rules):
+            rows_of.setdefault(rule, []).append(row)
+        if len(rows_of) == 1:
+            return (RowGroup(None, rules[0], positions),)
+        return tuple(RowGroup(tuple(rows), rule, positions.of_rows(tuple(rows))) for rule, rows in rows_of.items())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Register the attention function, which a pickled model needs in the process that loads it."""
+        self.__dict__.update(state)
+        register()
+
+
+def _prepared_layers(decoder: nn.Module) -> dict[int, nn.Module]:
+    """Return the attention modules of a decoder that `attach` has prepared, by their index."""
+    layers: dict[int, nn.Module] = {}
+    for module in decoder.modules():
+        layer: Layer | None = module.__dict__.get(LAYER_ATTRIBUTE)
+        if layer is not None:
+            layers[layer.index] = module
+    return layers
+
+
+def _check_attention(decoder: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Check that a decoder still runs our attention function, and that a call asks for nothing it cannot return."""
+    config: Any = decoder.config
+    if config._attn_implementation != ATTENTION_NAME:
+        raise UnsupportedModelError(
+            f"this model is patched with a remapping method, and its attention was set to "
+            f"{config._attn_implementation!r} since: unpatch it first, or set {ATTENTION_NAME!r} again"
+        )
+    wants_weights = kwargs.get("output_attentions")
+    if wants_weights is None:
+        wants_weights = getattr(config, "output_attentions", False)
+    if wants_weights:
+        raise UnsupportedModelError(
+            "a remapping method computes attention in blocks and has no attention weights to return; call the "
+            "model without output_attentions=True, or unpatch it first and use attn_implementation='eager'"
+        )
+
+
+def attach(layers: Sequence[tuple[nn.Module, Layer]], as_loaded: Any) -> None:
+    """Store on each attention module the `Layer` that `probe_layers` measured for it, and the config it came with.
+
+    `as_loaded`: the config that the model was loaded with, which names its own attention function.
+    """
+    for index, (module, layer) in enumerate(layers):
+        module.__dict__[LAYER_ATTRIBUTE] = replace(layer, index=index, as_loaded=as_loaded)
+
+
+def remapped_windows(model: nn.Module) -> list[tuple[int, int | None]]:
+    """Return the layer index and the window of every attention module under a remapping method.
+
+    The window is in tokens; None: the module attends to everything before it. The index is -1 where a module has none.
+    """
+    windows = []
+    for module in model.modules():
+        layer: Layer | None = module.__dict__.get(LAYER_ATTRIBUTE)
+        if layer is not None:
+            windows.append((getattr(module, "layer_idx", -1), layer.rule.window_size))
+    return windows
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach` in every module of a model."""
+    for module in model.modules():
+        module.__dict__.pop(LAYER_ATTRIBUTE, None)

@@ -1,0 +1,200 @@
+"""The hooks around a decoder's forward: the base class of all hooks, and the function that installs them.
+
+A static method needs no hooks. A length-dependent or a remapping method must know more of a forward than its rotary
+modules and attention functions are given, so hooks before the decoder's forward read the arguments of the call, and
+hooks after it record what was done. docs/internals.md shows the order in which they run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.models.decoder_arguments import arguments, cache_of_output, is_of_transformers, takes_tokens
+from rope_ext_hf.patches.forward.forward_call import ForwardContext, GivenMask
+from rope_ext_hf.patches.forward.hooked_forward import ForwardHooks, HookedForward
+from rope_ext_hf.patches.forward.rotation_kernels import kernels_of
+from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, tables_of
+from rope_ext_hf.rotary.cache_state import CacheState, KeyOrigin, follow_rows, store_state
+from rope_ext_hf.rotary.exported import is_exporting
+from rope_ext_hf.rotary.forward_state import graph_break, pop, push
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a forward: those by position, and those by name."""
+
+
+class DecoderHooks(ABC):
+    """Hooks around the forward of a decoder, which serve the patched rotary modules (slots) inside it.
+
+    Each kind of method has a subclass.
+
+    Nothing here changes with a forward: what belongs to one forward is in its `ForwardContext`, so that several threads
+    may run one model.
+    """
+
+    def __init__(self, slots: Sequence[PatchedSlot]) -> None:
+        self.slots = list(slots)
+        self.axes = max(slot.axes for slot in slots)  # how many axes the positions of the model may have
+        self.kernels = kernels_of(tables_of(slots))
+
+    def prepare(self, model: nn.Module, decoder: nn.Module) -> None:  # noqa: B027 - not every kind has to
+        """Find out what later forwards need to know of a decoder. Called once, when its model has been patched."""
+
+    @abstractmethod
+    def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Begin a forward; return other arguments for it, or None to leave them as they are."""
+
+    @abstractmethod
+    def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """End a forward. It is called after an exception, too; `output` is None then."""
+
+    def begin(self, decoder: nn.Module, call: Mapping[str, Any]) -> ForwardContext | None:
+        """Return a new context for a call, the innermost of this thread from now on; None where it has no tokens.
+
+        `call`: the arguments by name.
+        """
+        interrupted = pop(decoder)
+        if interrupted is not None:  # a KeyboardInterrupt has skipped the hooks after that forward
+            interrupted.close()
+        context = ForwardContext.from_call(decoder, call, self.axes)
+        if context is not None:
+            if is_exporting():
+                self.check_exportable(context)
+            if self.kernels is not None and context.new_tokens.shape[0] > 1:
+                graph_break(self.kernels.check)(decoder, context.new_tokens.device)
+            push(context)
+        return context
+
+    def check_exportable(self, context: ForwardContext) -> None:
+        """Check that a graph for another program can hold this forward, which is traced or exported.
+
+        Raises:
+            LengthError: the frequencies follow the length of each input.
+            UnsupportedModelError: torch.jit.trace cannot follow the method.
+        """
+        for table in tables_of(self.slots):
+            table.check_exportable()
+            if getattr(table.method, "by_length", False) and not torch.compiler.is_exporting():
+                raise UnsupportedModelError(
+                    f"the positions of {table.method.name} depend on the length of each input, and torch.jit.trace "
+                    "would keep those of its example for all inputs; trace a model under a frequency method, such as "
+                    "yarn"
+                )
+
+    def end(self, decoder: nn.Module) -> ForwardContext | None:
+        """End a forward, undo what it changed in its cache, and return its context; None where none was begun."""
+        context = pop(decoder)
+        if not isinstance(context, ForwardContext):
+            return None
+        context.close()
+        return context
+
+    def origin(self) -> KeyOrigin:
+        """Return the methods, rotary embeddings and fixed lengths by which a forward now rotates the keys it stores."""
+        return KeyOrigin(tuple((table.method, table.rotary, table.fixed_length) for table in tables_of(self.slots)))
+
+    def record(self, cache: Any, output: Any, state: CacheState) -> None:
+        """Store a record of how keys are rotated with the cache of a forward that has ended.
+
+        `state`: the record. `cache`: the cache that the call was given; None: the one in its output, if there is one.
+        """
+        was_given = cache is not None
+        if not was_given:
+            cache = cache_of_output(output)
+        if cache is None:
+            return
+        store_state(cache, state)
+        # A compiled call that is given no cache is one graph, which `follow_rows` would end; the first forward onto the
+        # cache makes up for it.
+        if state.rows is not None and not state.follows and (was_given or not torch.compiler.is_compiling()):
+            graph_break(follow_rows)(cache, state)
+
+
+class _MaskHooks:
+    """Hooks around a module that contains the decoder; they note the mask it was given, before it makes another."""
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the mask of a call, and whether the call has positions."""
+        call = arguments(module, args, kwargs)
+        mask, positions = call.get("attention_mask"), call.get("position_ids")
+        push(GivenMask(owner=module, attention_mask=mask, with_positions=positions is not None))
+
+    def post_forward(self, module: nn.Module, *_: Any) -> None:
+        """Forget the call that `pre_forward` noted."""
+        pop(module)
+
+
+def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[PatchedSlot]], DecoderHooks]) -> None:
+    """Install hooks on every decoder of a model with patched slots, and on the modules around it that take a mask.
+
+    `make_hooks` makes the hooks of a decoder for its slots. The first of these slots keeps what takes the hooks away.
+    """
+    modules = dict(model.named_modules())
+    slots_of: dict[str, list[PatchedSlot]] = {}
+    for path, slot in modules.items():
+        if isinstance(slot, PatchedSlot):
+            slots_of.setdefault(_decoder_path(modules, path.rpartition(".")[0]), []).append(slot)
+    for path, slots in slots_of.items():
+        decoder_hooks = make_hooks(slots)
+        hooked: list[tuple[nn.Module, ForwardHooks]] = [(modules[path], decoder_hooks)]
+        around = path
+        while around:  # from the decoder outwards, up to the model itself, whose path is empty
+            around = around.rpartition(".")[0]
+            if "attention_mask" in inspect.signature(type(modules[around]).forward).parameters:
+                hooked.append((modules[around], _MaskHooks()))
+        for module, hooks in hooked:
+            forward = HookedForward(module, hooks)
+            slots[0].hooks += [
+                module.register_forward_pre_hook(hooks.pre_forward, with_kwargs=True),
+                module.register_forward_pre_hook(forward.enter),
+                module.register_forward_hook(forward.leave, always_call=True),
+                module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True),
+                forward,
+            ]
+        decoder_hooks.prepare(model, modules[path])
+
+
+def _takes_no_tokens(model: Any) -> UnsupportedModelError:
+    """Return the error for a model that takes neither token ids nor embeddings: a part of another one, or not of text.
+
+    Every model of transformers takes what its class names as its main input.
+    """
+    arguments = list(inspect.signature(type(model).forward).parameters)[1:]
+    main = getattr(model, "main_input_name", None)
+    which = f"{type(model).__name__} takes {main if main in arguments else arguments[0]}"
+    if "hidden_states" in arguments:
+        way_out = "It is a part of a model: patch the whole model"
+    elif not is_of_transformers(model):
+        way_out = "Give its forward input_ids (docs/own-models.md), or use a static method (yarn, ntk, linear, ...)"
+    else:
+        way_out = "Use a static method (yarn, ntk, linear, ...)"
+    return UnsupportedModelError(
+        f"{which}, and neither input_ids nor inputs_embeds, by which length-dependent and remapping methods count "
+        f"tokens. {way_out}"
+    )
+
+
+def decoder_of(model: nn.Module, module: nn.Module) -> nn.Module:
+    """Return the decoder that a module of a model belongs to: itself, or the next module around it that takes tokens.
+
+    Raises:
+        UnsupportedModelError: no module around it does.
+    """
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    start = next(path for path, candidate in modules.items() if candidate is module)
+    return modules[_decoder_path(modules, start)]
+
+
+def _decoder_path(modules: Mapping[str, nn.Module], path: str) -> str:
+    """Return the path of the decoder that the module at a path belongs to; `modules` are those of a model by path."""
+    while not takes_tokens(modules[path]):
+        if not path:
+            raise _takes_no_tokens(modules[""])
+        path = path.rpartition(".")[0]
+    return path

@@ -1,0 +1,1 @@
+"""Which rows of a weight rotate, found out with the model itself."""

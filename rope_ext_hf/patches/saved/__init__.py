@@ -1,0 +1,9 @@
+"""Patched models on disk: folders, adapters, fingerprints, code for loading.
+
+saving: what `save_pretrained` of a patched model writes beside transformers' own files.
+loading_code: code in a folder by which plain transformers loads it.
+adapters: the record of a patch in the folder of a PEFT adapter, and loading the adapter.
+generation_length: lengths that are stated beside the config.
+fingerprint: compare what rotates in two models.
+gguf_models: models in GGUF files.
+"""

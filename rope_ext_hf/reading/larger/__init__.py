@@ -1,0 +1,1 @@
+"""Models and hidden states that do not fit the device."""

@@ -1,0 +1,1 @@
+"""Documents from files, data sets and memory, as text and as tokens."""

@@ -1,0 +1,1 @@
+"""How tokens go through a model: whole, in chunks, layer by layer; the losses of the head."""

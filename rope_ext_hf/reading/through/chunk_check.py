@@ -1,0 +1,280 @@
+"""Check that a model gives the same logits in chunks as in one ordinary forward, on a few tokens.
+
+Then it is also found out whether its layers can be read one after the other (`layer_reader`). Offloaded weights come to
+the device for each forward, so that a model with such weights is read layer by layer first: if that gives the logits of
+an ordinary forward, its weights have come twice, and nothing else is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from rope_ext_hf.errors import UnsupportedModelError, one_line
+from rope_ext_hf.models.decoder_arguments import cache_parameter
+from rope_ext_hf.models.model_classes import vocabulary_size
+from rope_ext_hf.patches.forward.attention_hooks import remapped_windows
+from rope_ext_hf.reading.larger.offloaded_weights import is_offloaded
+from rope_ext_hf.reading.through.chunked_attention import NotReadInChunksError
+from rope_ext_hf.reading.through.chunked_reader import ChunkedReader
+from rope_ext_hf.reading.through.layer_reader import LayerReader, NotReadByLayerError
+from rope_ext_hf.reading.through.span_cache import SpanCache
+from rope_ext_hf.reading.through.whole_reader import whole_logits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CHECKED_TOKENS = 12
+"""Tokens of the check. No window needs more of them, because windows are taken from the masks themselves."""
+_CHUNK = 5  # puts several tokens onto an empty cache, several onto one that is not empty, and a single one
+
+
+def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None:
+    """Return why a model cannot be read in chunks; None if it can.
+
+    If it can, the settings `finish` and `windows` of the reader are set to those with which the logits were equal, and
+    `layers` if the decoder can be read layer by layer.
+
+    Raises:
+        UnsupportedModelError: the model does not run on token ids alone, or sees the tokens that it is to predict.
+    """
+    model = reader.model
+    # Spread over the vocabulary: the first and the last ids are special tokens in most models, untrained in some.
+    vocabulary = vocabulary_size(model)
+    ids = torch.linspace(vocabulary // 8, 7 * vocabulary // 8, CHECKED_TOKENS, device=device).long()
+    expected, first_trial = None, None
+    if is_offloaded(reader.decoder):
+        expected, first_trial = _trial_by_layer(reader, ids)
+        if first_trial is not None and first_trial.difference <= _bounds(model.dtype)[0]:
+            first_trial.settle(reader)
+            return None
+    expected = _ordinary_logits(reader, ids) if expected is None else expected
+    _check_causal(reader, ids, expected)
+    tolerance = _rounding_tolerance(reader, ids, expected)
+    if first_trial is not None and first_trial.difference <= tolerance:
+        first_trial.settle(reader)
+        return None
+    if reader.decoder is model or reader.head is None:
+        return "the model's class does not separate its decoder from its head"
+
+    trial = replace(reader, chunk=_CHUNK, longest=1, layers=None)
+    layers = _layers(reader)
+    try:
+        cache = trial.empty_cache(CHECKED_TOKENS - 1)
+        with trial.attention(cache.see), nullcontext() if layers is None else layers.watched():
+            hidden = torch.cat([states for _, states in trial.hidden(ids[:-1], cache)])
+    except NotReadInChunksError as error:
+        return str(error)
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        # Raised by a class that takes no such cache. Too little memory and failed kernels are RuntimeErrors.
+        return f"the model's decoder does not read onto a cache: {one_line(error)}"
+    windows = _safe_windows(model, cache)
+    differences = []
+    for finish in (True, False):  # some classes for images and text leave out the scale or cap that their text part has
+        trial.finish = finish
+        differences.append(_difference(trial.head_losses.logits(hidden), expected))
+        if differences[-1] <= tolerance:
+            reader.finish, reader.windows = finish, windows
+            if layers is not None and _equal_by_layer(
+                replace(trial, layers=layers, windows=reader.windows), ids, hidden
+            ):
+                reader.layers = layers
+            return None
+    return (
+        f"in chunks the model's logits are off by {min(differences):.2g} standard deviations, more than the "
+        f"{tolerance:.2g} that rounding makes"
+    )
+
+
+def _layers(reader: ChunkedReader) -> LayerReader | None:
+    """Return what would read the layers of a decoder one after the other; None: it has no list of layers."""
+    try:
+        return LayerReader(reader.decoder)
+    except NotReadByLayerError:
+        return None
+
+
+def _equal_by_layer(reader: ChunkedReader, ids: Tensor, expected: Tensor) -> bool:
+    """Return whether a decoder gives the same output layer by layer as with all layers on each chunk.
+
+    Args:
+        reader: the reader, which has `layers`.
+        ids: the tokens of the check, (tokens,) int64.
+        expected: the output with all layers on each chunk, (tokens - 1, hidden).
+    """
+    # The order changes no number; but some kernels of GPUs add in another order at each call.
+    bound = _bounds(reader.model.dtype)[0]
+    return any(_difference(output.float(), expected.float()) <= bound for output, _ in _outputs_by_layer(reader, ids))
+
+
+def _outputs_by_layer(reader: ChunkedReader, ids: Tensor) -> Iterator[tuple[Tensor, SpanCache]]:
+    """Yield what a decoder gives layer by layer, (tokens - 1, hidden), and the cache, for each way to give it tokens.
+
+    A decoder that does more between its layers than hand on one tensor raises an error with the stand-ins of
+    `layer_reader`, for which nothing is yielded, or has another output.
+
+    Args:
+        reader: the reader, which has `layers`; they are set to read in the way that was yielded last.
+        ids: the tokens of the check, (tokens,) int64.
+    """
+    assert reader.layers is not None
+    another = ids.flip(0)  # a second text, whose keys take the place of those that a layer might still look for
+    for by_embeddings in sorted({reader.layers.by_embeddings, False}, reverse=True):
+        reader.layers.by_embeddings = by_embeddings  # some classes need ids in any case
+        reader.forget()
+        try:
+            cache = reader.empty_cache(len(another), by_layer=True)
+            with reader.attention(cache.see):
+                outputs, _ = reader.outputs_by_layer([ids[:-1], another], lambda number, start, hidden: hidden)
+                output = torch.cat(outputs)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception:  # whatever the class does with stand-ins
+            continue
+        yield output, cache
+
+
+class _Trial(NamedTuple):
+    """A way to read a model layer by layer that was tried.
+
+    Attributes:
+        difference: how far its logits are from those of an ordinary forward, in standard deviations.
+        finish, windows, layers: the settings of the reader.
+    """
+
+    difference: float
+    finish: bool
+    windows: dict[int, int]
+    layers: LayerReader
+
+    def settle(self, reader: ChunkedReader) -> None:
+        """Have a reader read in this way."""
+        reader.finish, reader.windows, reader.layers = self.finish, self.windows, self.layers
+
+
+def _trial_by_layer(reader: ChunkedReader, ids: Tensor) -> tuple[Tensor | None, _Trial | None]:
+    """Return the logits of an ordinary forward, and the first way to read layer by layer that gives nearly the same.
+
+    If one does, no logits depend on later tokens, because chunks do not see the chunks after them. The logits are None
+    if the model does not run with its layers watched.
+
+    Args:
+        reader: the reader, without `layers`.
+        ids: the tokens of the check, (tokens,) int64.
+    """
+    model, layers = reader.model, _layers(reader)
+    if reader.decoder is model or reader.head is None or layers is None:
+        return None, None
+    try:
+        with layers.watched():
+            expected = _ordinary_logits(reader, ids)
+    except UnsupportedModelError:
+        return None, None
+    trial = replace(reader, chunk=_CHUNK, longest=1, layers=layers)
+    least, most = _bounds(model.dtype)
+    for hidden, cache in _outputs_by_layer(trial, ids):
+        differences: dict[bool, float] = {}
+        for finish in (True, False):
+            trial.finish = finish
+            differences[finish] = _difference(trial.head_losses.logits(hidden), expected)
+            if differences[finish] <= least:
+                break  # the weights of the head need not come again
+        finish = min(differences, key=lambda each: differences[each])
+        if differences[finish] <= most:
+            return expected, _Trial(differences[finish], finish, _safe_windows(model, cache), layers)
+    return expected, None
+
+
+def _safe_windows(model: PreTrainedModel, cache: SpanCache) -> dict[int, int]:
+    """Return the sliding windows by which keys may be dropped, by the index of the layer; see `SpanCache`.
+
+    `cache` has seen the attention of the model's layers, except under a remapping method.
+    """
+    for index, window in remapped_windows(model):
+        cache.seen.setdefault(index, set()).add(window)
+    return cache.safe_windows()
+
+
+def _ordinary_logits(reader: ChunkedReader, ids: Tensor) -> Tensor:
+    """Return the logits of an ordinary forward, (tokens - 1, vocabulary)."""
+    try:
+        return whole_logits(reader.model, reader.decoder, ids, len(ids) - 1)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"{type(reader.model).__name__} cannot be measured, because it does not run on token ids alone: "
+            f"{one_line(error)}"
+        ) from error
+
+
+def _check_causal(reader: ChunkedReader, ids: Tensor, expected: Tensor) -> None:
+    """Raise UnsupportedModelError if another last token changes the logits before it; `expected` are those logits."""
+    others = _ordinary_logits(reader, torch.cat([ids[:-1], ids[:1]]))
+    if _difference(others, expected) > _bounds(reader.model.dtype)[1]:
+        raise UnsupportedModelError(
+            f"{type(reader.model).__name__} cannot be measured, because it sees the tokens that it is to predict "
+            "(another last token changes the logits before it); load a causal language model, with is_decoder=True if "
+            "its config has that key"
+        )
+
+
+def _rounding_tolerance(reader: ChunkedReader, ids: Tensor, expected: Tensor) -> float:
+    """Return the difference of logits that counts as rounding: twice what the model's own code makes, within bounds.
+
+    Two ways of reading that are known to be right are compared with an ordinary forward: the same tokens with as many
+    behind them, and the same pieces onto a cache of transformers. Both may sum in another order, as reading in chunks
+    does. How much that changes depends on the model, its dtype and the device: on one processor the first way changes
+    nothing, on another the second. No fixed number would do: in bfloat16, the worst rounding of one processor is as
+    large as the change that positions make that are off by one on another.
+
+    Args:
+        reader: the reader, with the model.
+        ids: the tokens of the check, (tokens,) int64.
+        expected: the logits of an ordinary forward, (tokens - 1, vocabulary).
+    """
+    least, most = _bounds(reader.model.dtype)
+    if least == most:
+        return most
+    longer = _ordinary_logits(reader, torch.cat([ids, ids.flip(0)]))[: len(expected)]
+    noise = _difference(longer, expected)
+    try:
+        cache = DynamicCache(config=reader.decoder.config)
+        name = cache_parameter(reader.model, reader.decoder)
+        pieces = torch.split(ids[:-1], _CHUNK)
+        logits = [reader.model(piece[None], use_cache=True, **{name: cache}).logits[0] for piece in pieces]
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (UnsupportedModelError, TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError):
+        return most  # a class with a cache of its own
+    return min(most, max(least, 2 * noise, 2 * _difference(torch.cat(logits).float(), expected)))
+
+
+def _bounds(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the bounds of what counts as rounding: root mean squares, in standard deviations of the logits.
+
+    Reading in chunks was measured to change up to 2e-6 in float32, 0.004 in float16 and 0.05 in bfloat16, over 2 to 80
+    layers. The lower bound is for models whose cache makes no difference by chance.
+    """
+    if dtype in (torch.float32, torch.float64):
+        return 1e-4, 1e-4
+    return (0.02 if dtype == torch.bfloat16 else 0.005), 0.15
+
+
+def _difference(logits: Tensor, expected: Tensor) -> float:
+    """Return the root mean square difference of logits, in standard deviations of the expected ones."""
+    # A device map may run the head on another device than an ordinary forward returns its logits on.
+    logits = logits.to(expected.device)
+    # NaN at the same place in both counts as equal: it comes from the model, and shows in its losses.
+    if logits.shape != expected.shape or not torch.equal(logits.isfinite(), expected.isfinite()):
+        return float("inf")
+    logits, expected = (x.nan_to_num(posinf=0.0, neginf=0.0) for x in (logits, expected))
+    # In standard deviations, because a class may scale its logits; 1e-3 keeps a model with constant logits from
+    # dividing by zero.
+    return float((logits - expected).square().mean().sqrt()) / max(1e-3, float(expected.std()))

@@ -1,0 +1,1 @@
+"""The folder of a run: its settings, journal, identity, run file and report."""

@@ -1,0 +1,133 @@
+"""Decoding with torch.compile, as `generate(cache_implementation="static")` does it by itself on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import rope_ext_hf as rope
+from rope_ext_hf.patches.slots.patched_slot import patched_slots, tables_of
+from tests.support.length_examples import RULES
+from tests.support.models import TRAINED, build, logits, tokens
+
+PROMPT, STEPS, SETTLED = TRAINED + 6, 6, 2
+
+METHODS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "yarn": ("yarn", {"factor": 4}, 2),
+    "dynamic-yarn": (*RULES["dynamic-yarn"], 10),
+    "even": (*RULES["even"], 10),
+    "sticky": ("dynamic-ntk", {"growth": "even", "sticky": True}, 10),
+    "self-extend": ("self-extend", {"group": 4, "window": 16}, 3),
+    "dca": ("dca", {"chunk": 48, "window": 16}, 3),
+    "rerope": ("rerope", {"window": 32}, 3),
+}
+"""Methods, and how many graphs all steps together may take in a model of two layers."""
+
+
+class Graphs:
+    """A backend of torch.compile that runs graphs as they are and keeps what they return."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.outputs: list[Tensor] = []
+
+    def __call__(self, graph: Any, examples: Any) -> Any:
+        self.count += 1
+
+        def run(*args: Any) -> Any:
+            outputs = graph.forward(*args)
+            self.outputs += [output for output in outputs if isinstance(output, Tensor)]
+            return outputs
+
+        return run
+
+    def returned(self, tensor: Tensor) -> bool:
+        """Return whether a graph returned this tensor, or another one in its memory."""
+        storage = tensor.untyped_storage().data_ptr()
+        return any(output.untyped_storage().data_ptr() == storage for output in self.outputs)
+
+
+def kept_between_steps(model: Any, cache: Any) -> list[Tensor]:
+    """Return every tensor that the package reads again in a later step."""
+    state = vars(cache).get("_rope_ext_hf_cache_state")
+    rows = getattr(state, "rows", None)
+    seen = [table.longest_seen for table in tables_of(patched_slots(model)) if table.method.sticky_length]
+    return [*seen, *([] if rows is None else [rows.lengths, rows.positions])]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("prefill", ["eager", pytest.param("compiled", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param(which, marks=[pytest.mark.thorough] * (which in ("sticky", "even", "dca", "rerope")))
+        for which in METHODS
+    ],
+)
+def test_a_step_compiles_into_few_graphs_and_keeps_none_of_their_outputs(which: str, kind: str, prefill: str) -> None:
+    """CUDA graphs write over their outputs at the next step, so that no output may be kept between steps."""
+    name, params, most = METHODS[which]
+    model, ids, graphs = rope.patch(build("llama"), name, **params), tokens(PROMPT + STEPS), Graphs()
+    compiled: Any = torch.compile(model, backend=graphs)
+    cache: Any = transformers.DynamicCache(config=model.config)
+    if kind == "static":
+        cache = transformers.StaticCache(config=model.config, max_cache_len=PROMPT + STEPS)
+    eager_cache: Any = transformers.DynamicCache(config=model.config)
+    made = []
+    with torch.no_grad():
+        (compiled if prefill == "compiled" else model)(ids[:, :PROMPT], past_key_values=cache)
+        model(ids[:, :PROMPT], past_key_values=eager_cache)
+        at_first = graphs.count
+        for at in range(PROMPT, PROMPT + STEPS):
+            step = {"input_ids": ids[:, at : at + 1], "position_ids": torch.tensor([[at]])}
+            actual = compiled(**step, past_key_values=cache).logits
+            made.append(graphs.count - at_first)
+            torch.testing.assert_close(actual, model(**step, past_key_values=eager_cache).logits, atol=1e-4, rtol=0)
+            assert not any(graphs.returned(tensor) for tensor in kept_between_steps(model, cache))
+    assert made[-1] <= most
+    assert made[-1] == made[SETTLED - 1]  # the later steps run what the first ones compiled
+    assert graphs.outputs
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param(which, marks=[pytest.mark.thorough] * (which != "dynamic-yarn")) for which in METHODS],
+)
+def test_generate_compiles_by_itself_into_few_graphs(which: str) -> None:
+    """transformers does so on CUDA with a static cache; here it is made to."""
+    from transformers.generation.configuration_utils import CompileConfig
+
+    name, params, most = METHODS[which]
+    graphs = Graphs()
+    model, ids = rope.patch(build("llama"), name, **params), tokens(PROMPT)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    expected = model.generate(ids, attention_mask=mask, **options)
+    config = CompileConfig(backend=lambda *given: graphs(*given), mode=None)  # it is copied, and a function is not
+    config._compile_all_devices = True
+    actual = model.generate(ids, attention_mask=mask, cache_implementation="static", compile_config=config, **options)
+    assert torch.equal(actual, expected)
+    assert 0 < graphs.count <= most
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+def test_one_operator_stands_for_the_attention_of_a_remapping_method() -> None:
+    """Its tag has CUDA graphs leave it out. The forward has padding and no cache."""
+    model, ids = rope.patch(build("llama"), "self-extend", group=4, window=16), tokens(PROMPT, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :30] = 0
+    expected = logits(model, ids, attention_mask=mask)
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(logits(compiled, ids, attention_mask=mask)[1], expected[1], atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits(compiled, ids, attention_mask=mask)[0, 30:], expected[0, 30:], atol=1e-5, rtol=0)
+    assert torch.Tag.cudagraph_unsafe in torch.ops.rope_ext_hf.remapped_attention.default.tags
