@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.checkpoints.files.weight_files import TensorView, equal_bytes
-from rope_ext_hf.checkpoints.rows.head_blocks import ScaleBlocks
+from rope_ext_hf.checkpoints.rows.head_blocks import ScaleBlocks, evenly_spaced
 from rope_ext_hf.checkpoints.rows.reordering import reorder
 from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors, rotary_tensors
-from rope_ext_hf.checkpoints.rows.sampling import evenly_spaced
 from rope_ext_hf.errors import CheckpointError, one_line, size_text
 from rope_ext_hf.files.whole import read_json
 from rope_ext_hf.models.families import family

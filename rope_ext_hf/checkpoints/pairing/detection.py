@@ -22,7 +22,7 @@ from rope_ext_hf.checkpoints.pairing.pairing_scores import confidence, mean_scor
 from rope_ext_hf.checkpoints.pairing.query_key_weights import RotatedWeights, weights_from_model, weights_from_source
 from rope_ext_hf.checkpoints.pairing.right_calls import Call, folder_call, model_call, remedy
 from rope_ext_hf.checkpoints.pairing.text_losses import compare_losses
-from rope_ext_hf.checkpoints.rows.sampling import evenly_spaced
+from rope_ext_hf.checkpoints.rows.head_blocks import evenly_spaced
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import load_model, load_tokenizer

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -127,3 +128,15 @@ class ScaleBlocks:
         if any(bool((block != block[0]).any()) for block in blocks):
             raise ValueError(f"rows of one block of {self.size} go to several blocks, each with a scale of its own")
         return torch.stack([block[0] for block in blocks])
+
+
+# --- a few layers in place of all of them -------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
+    """Return at most `most` of the items, evenly spaced, with the first and the last among them."""
+    steps = torch.linspace(0, len(items) - 1, min(most, len(items)))
+    return [items[i] for i in steps.round().int().tolist()]

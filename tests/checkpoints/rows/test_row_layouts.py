@@ -9,9 +9,8 @@ import torch
 import transformers
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.rows.head_blocks import HeadBlock, RowLayout, ScaleBlocks
+from rope_ext_hf.checkpoints.rows.head_blocks import HeadBlock, RowLayout, ScaleBlocks, evenly_spaced
 from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors
-from rope_ext_hf.checkpoints.rows.sampling import evenly_spaced
 from rope_ext_hf.models.families import families
 from rope_ext_hf.models.family_settings import class_pairing, config_pairing, stated_rotary
 from tests.support.models import known_config
