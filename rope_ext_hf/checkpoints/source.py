@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,6 @@ from rope_ext_hf.checkpoints.files.weight_files import TORCH_DTYPES, TensorView
 from rope_ext_hf.checkpoints.files.weight_folders import is_adapter_file, open_weights
 from rope_ext_hf.checkpoints.rows.head_blocks import RowLayout, ScaleBlocks
 from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors
-from rope_ext_hf.checkpoints.stated_config import stated_config
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files.other_formats import check_packed
 from rope_ext_hf.files.whole import (
@@ -22,7 +22,7 @@ from rope_ext_hf.files.whole import (
 )
 from rope_ext_hf.hub import loading, model_folder
 from rope_ext_hf.models.config import PAIRING_KEY
-from rope_ext_hf.models.families import family
+from rope_ext_hf.models.families import Family, family
 from rope_ext_hf.models.family_settings import (
     check_sizes,
     check_stated,
@@ -31,6 +31,7 @@ from rope_ext_hf.models.family_settings import (
     stated_rotary,
 )
 from rope_ext_hf.models.model_classes import class_of_part, empty_model
+from rope_ext_hf.models.patch_records import PATCH_KEY
 from rope_ext_hf.patches.geometry import checkpoint_geometry, rotary_of_usual_config
 from rope_ext_hf.patches.loading import load_config
 from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG, Adapter, find_adapter
@@ -178,3 +179,59 @@ def _stated_config(folder: Path) -> Any | None:
     values, _ = PreTrainedConfig.get_config_dict(folder)
     check_stated(values)
     return stated_config(values)
+
+
+# --- a config.json that states everything -------------------------------------------------------------------------
+
+
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+"""Rope types that every class reads alike; Phi-3 reads others than these in a way of its own."""
+
+
+def stated_config(values: Mapping[str, Any]) -> Any | None:
+    """Return the config that a config.json describes, without its class; None: the class has to be asked.
+
+    The config has the sizes that decide which rows rotate, and its rope settings under `rope_parameters`, as
+    transformers 5 writes them. What its class would add, such as defaults, is missing.
+
+    Args:
+        values: the values of the config.json.
+    """
+    from transformers.configuration_utils import PreTrainedConfig
+
+    model_type = values.get("model_type")
+    known = family(model_type) if isinstance(model_type, str) else Family()
+    if known.attention is None:
+        return None
+    if known.remote:
+        return PreTrainedConfig(**values)
+    rope = _rope_parameters(values, known)
+    if rope is None or not all(_is_count(values.get(key)) for key in _SIZES):
+        return None
+    head_dim = values.get("head_dim")
+    if not _is_count(head_dim) and (head_dim is not None or known.own_head_dim):
+        return None
+    if any(values.get(key) for key in (PATCH_KEY, "text_config", "auto_map")):
+        return None
+    return PreTrainedConfig(**{key: values[key] for key in values if key not in _ROPE_KEYS}, rope_parameters=rope)
+
+
+def _rope_parameters(values: Mapping[str, Any], known: Family) -> dict[str, Any] | None:
+    """Return the rope settings of a config.json, as transformers 5 writes them; None: its class has to be asked."""
+    stated = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(stated, Mapping) or any(isinstance(value, Mapping) for value in stated.values()):
+        return None  # settings for each layer type
+    rope = dict(stated)
+    rope_type = rope.setdefault("rope_type", rope.pop("type", "default"))
+    theta = rope.setdefault("rope_theta", values.get("rope_theta"))
+    accepted = [each for each in _ROPE_TYPES if each in (known.rope_types or _ROPE_TYPES)]
+    if rope_type not in accepted or not isinstance(theta, (int, float)) or isinstance(theta, bool):
+        return None
+    partial = [each.get("partial_rotary_factor") for each in (values, rope)]
+    return rope if all(share in (None, 1) for share in partial) else None  # which some classes read, and others do not
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0

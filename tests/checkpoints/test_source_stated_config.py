@@ -15,8 +15,7 @@ import transformers
 
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors, rotary_tensors
-from rope_ext_hf.checkpoints.source import Source
-from rope_ext_hf.checkpoints.stated_config import stated_config
+from rope_ext_hf.checkpoints.source import Source, stated_config
 from rope_ext_hf.models.families import families
 from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.patches.geometry import checkpoint_geometry, rotary_of_usual_config
