@@ -9,6 +9,7 @@ text is given, the loss on it is measured with the rows in either order as well 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 
 from rope_ext_hf.checkpoints.meta.meta_source import open_checkpoint
 from rope_ext_hf.checkpoints.pairing.pairing_report import LayerScore, PairingReport, TextLosses
-from rope_ext_hf.checkpoints.pairing.pairing_scores import confidence, mean_score, pairing_correlations
 from rope_ext_hf.checkpoints.pairing.query_key_weights import RotatedWeights, weights_from_model, weights_from_source
 from rope_ext_hf.checkpoints.pairing.right_calls import Call, folder_call, model_call, remedy
 from rope_ext_hf.checkpoints.pairing.text_losses import compare_losses
@@ -169,3 +169,70 @@ def _detect(
     if agreeing < _MIN_LAYER_AGREEMENT * len(layers):
         return replace(report, reason=f"{len(layers) - agreeing} of {len(layers)} layers contradict the others")
     return replace(report, pairing="half" if score > 0 else "interleaved")
+
+
+# --- scores of the two pairings -----------------------------------------------------------------------------------
+
+
+_DECAY_LENGTHS = (256, 1024, 4096)  # tokens; each alone gives every benchmarked model the right sign, none is the best
+
+
+def pairing_correlations(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor:
+    """Correlate the energies of each head with the likenesses of its dims under the half and the interleaved pairing.
+
+    Args:
+        query: (heads, dims, width), the rows of W_q that rotate.
+        key: (key heads, dims, width), those of W_k; each key head belongs to heads / key heads query heads, in order.
+        inv_freq: (dims / 2,), radians per token.
+
+    Returns:
+        (heads, 2), the correlations with the half and the interleaved pairing.
+    """
+    group = len(query) // len(key)
+    grouped = query.reshape(len(key), group * query.shape[1], -1)
+    energy = (grouped @ key.mT).view(*query.shape[:2], -1).square()
+    centered = _double_center(energy).flatten(1)
+    return nn.functional.normalize(centered, dim=1) @ _likenesses(inv_freq).to(centered).T
+
+
+def mean_score(by_head: Tensor, inv_freq: Tensor) -> tuple[float, float]:
+    """Return the mean of the scores of all heads, and its standard error.
+
+    The error is computed from the differences between heads; or, if that is larger, it is the one that energies in
+    random order would give, which correlate with either likeness by chance.
+
+    Args:
+        by_head: (heads,), the score of each head.
+        inv_freq: (dims / 2,), radians per token.
+    """
+    between_heads = float(by_head.std()) if len(by_head) > 1 else 0.0
+    like_half, like_interleaved = _likenesses(inv_freq)
+    independent = max(1, len(like_half) - 2 * len(inv_freq))  # entries of an energy without its diagonal
+    by_chance = float((like_half - like_interleaved).norm()) / math.sqrt(independent)
+    return float(by_head.mean()), max(between_heads, by_chance) / math.sqrt(len(by_head))
+
+
+def confidence(difference: float, error: float) -> float:
+    """Return the probability that a difference of this size is not chance, if its error is normally distributed."""
+    return math.erf(abs(difference) / error / math.sqrt(2)) if error else 0.0
+
+
+def _likenesses(inv_freq: Tensor) -> Tensor:
+    """Return the likeness of any two dims of a head under the half and under the interleaved pairing.
+
+    The result is (2, dims * dims), each row of norm 1.
+    """
+    frequencies = torch.stack([torch.cat([inv_freq, inv_freq]), inv_freq.repeat_interleave(2)])  # (2, dims)
+    difference = frequencies[:, :, None] - frequencies[:, None]
+    likeness = torch.stack([1 / (1 + (difference * length).square()) for length in _DECAY_LENGTHS]).sum(0)
+    return nn.functional.normalize(_double_center(likeness).flatten(1), dim=1)
+
+
+def _double_center(table: Tensor) -> Tensor:
+    """Return square tables (..., n, n) with a zero diagonal and the means of rows and columns subtracted."""
+    diagonal = torch.eye(table.shape[-1], dtype=torch.bool, device=table.device)
+    for _ in range(4):  # without the diagonal, centring rows shifts the columns a little
+        for dim in (-1, -2):
+            table = table.masked_fill(diagonal, 0.0)
+            table = table - table.sum(dim, keepdim=True) / (table.shape[-1] - 1)
+    return table.masked_fill(diagonal, 0.0)

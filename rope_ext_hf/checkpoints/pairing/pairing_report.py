@@ -19,7 +19,7 @@ class LayerScore:
         name: the name of its attention module.
         heads: the number of query heads.
         half, interleaved: the correlation of energies with the likenesses under each pairing, a mean over heads; see
-            `rope_ext_hf.checkpoints.pairing.pairing_scores`.
+            `rope_ext_hf.checkpoints.pairing.detection`.
     """
 
     name: str

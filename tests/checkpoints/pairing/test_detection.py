@@ -19,9 +19,8 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.pairing import detection
-from rope_ext_hf.checkpoints.pairing.detection import combine_evidence
+from rope_ext_hf.checkpoints.pairing.detection import combine_evidence, pairing_correlations
 from rope_ext_hf.checkpoints.pairing.pairing_report import TextLosses
-from rope_ext_hf.checkpoints.pairing.pairing_scores import pairing_correlations
 from rope_ext_hf.checkpoints.pairing.text_losses import SPAN_TOKENS, SPANS
 from rope_ext_hf.reading.text.load import stdlib_held_out
 from rope_ext_hf.reference import path
