@@ -15,8 +15,7 @@ from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.rows.head_blocks import HeadBlock, RowLayout
-from rope_ext_hf.checkpoints.rows.probed_layouts import ProbedLayouts
-from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors
+from rope_ext_hf.checkpoints.rows.row_layouts import ProbedLayouts, RotaryTensors
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.models.families import families, family
 from rope_ext_hf.models.model_classes import empty_model
