@@ -237,7 +237,7 @@ class Prepared:
 
     def __init__(self, options: RunOptions, question: LengthsQuestion, processes: ProcessOptions) -> None:
         """Plan a measurement on the model without weights; print the memory needed, or raise an error for too much."""
-        from rope_ext_hf.eval.forecasting import forecast_plan
+        from rope_ext_hf.cli.planned_runs import forecast_plan
         from rope_ext_hf.files.whole import foreign_errors
         from rope_ext_hf.runs.folder.run_file import run_file
 

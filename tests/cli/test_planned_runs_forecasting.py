@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rope_ext_hf.eval import forecasting
+from rope_ext_hf.cli import planned_runs as forecasting
 from rope_ext_hf.eval.questions import Passkey, Perplexity
 from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.reading import spans
