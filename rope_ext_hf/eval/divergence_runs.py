@@ -20,8 +20,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, listed, printable, short
 from rope_ext_hf.eval.questions import Divergence
-from rope_ext_hf.eval.spans.span_measurement import SpanMeasurement, scored_parts
-from rope_ext_hf.eval.spans.span_runs import SpanRuns
+from rope_ext_hf.eval.spans.span_measurement import SpanMeasurement, SpanRuns, scored_parts
 from rope_ext_hf.eval.states_files import token_names
 from rope_ext_hf.eval.stored_states import StoredStates
 from rope_ext_hf.files.whole import json_digest
