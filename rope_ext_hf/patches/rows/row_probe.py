@@ -47,8 +47,7 @@ from rope_ext_hf.patches.rows.rotated_pairs import (
     rotating,
 )
 from rope_ext_hf.patches.rows.row_gradients import CODES_AT_ONCE, Gradients, Recording, balanced_codes, joined, shares
-from rope_ext_hf.patches.rows.row_heads import ClassRows, LayerRows, ModuleRows, heads_of_rows, joined_rows
-from rope_ext_hf.patches.rows.saved_names import saved_rows
+from rope_ext_hf.patches.rows.row_heads import ClassRows, LayerRows, ModuleRows, heads_of_rows, joined_rows, saved_rows
 from rope_ext_hf.patches.rows.score_products import watched
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 
