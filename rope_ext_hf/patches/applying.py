@@ -40,8 +40,7 @@ from rope_ext_hf.patches.trials.continuation_probe import (
     try_continuation,
     was_tried,
 )
-from rope_ext_hf.patches.trials.continuous_batching import check_batching
-from rope_ext_hf.patches.trials.refusals import check_trainers_above
+from rope_ext_hf.patches.trials.refusals import check_batching, check_trainers_above
 from rope_ext_hf.patches.whole_models import cover_models_above
 
 M = TypeVar("M", bound=nn.Module)
