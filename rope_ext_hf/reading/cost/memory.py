@@ -20,7 +20,7 @@ from rope_ext_hf.errors import CheckpointError, MethodError, size_text
 from rope_ext_hf.files.whole import disk_folder, free_on_disk
 from rope_ext_hf.models.layer_types import SLIDING, AttentionLayers
 from rope_ext_hf.models.model_classes import vocabulary_size
-from rope_ext_hf.reading.larger.layer_placement import LayerWeights, layer_map
+from rope_ext_hf.reading.larger.offloaded_weights import LayerWeights, layer_map
 from rope_ext_hf.reading.larger.waiting_states import Place
 
 if TYPE_CHECKING:

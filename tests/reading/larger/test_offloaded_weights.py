@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.hub import load_empty, load_model
-from rope_ext_hf.reading.larger.layer_placement import layer_map
+from rope_ext_hf.reading.larger.offloaded_weights import layer_map
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.text.documents import Tokens
 from tests.reading.through.test_layer_reader import CHUNK, METHODS, NOT_BY_LAYER, tokens

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.hub import load_empty, load_model, load_tokenizer, loads_by_layer
-from rope_ext_hf.reading.larger.layer_placement import LayerWeights, layer_map
+from rope_ext_hf.reading.larger.offloaded_weights import LayerWeights, layer_map
 from rope_ext_hf.reading.scorer import TokenScorer
 from tests.support.every_model import tiny
 from tests.support.models import FAMILIES, build
