@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import CorpusError, short
-from rope_ext_hf.reading.text.documents import Document, Tokens, token_ids
-from rope_ext_hf.reading.text.rows import plain, read_rows
+from rope_ext_hf.reading.text.documents import Document, Tokens, plain, read_rows, token_ids
 from rope_ext_hf.reading.text.text_files import find_files, read_files
 
 

@@ -21,9 +21,8 @@ from urllib.parse import unquote
 
 from rope_ext_hf.errors import CorpusError, did_you_mean, short, warn_caller
 from rope_ext_hf.models.temporary import set_to
-from rope_ext_hf.reading.text.documents import Corpus, Document, Documents, Tokens, corpus_name, utf8_bytes
+from rope_ext_hf.reading.text.documents import Corpus, Document, Documents, Tokens, corpus_name, read_rows, utf8_bytes
 from rope_ext_hf.reading.text.in_memory import documents_in
-from rope_ext_hf.reading.text.rows import read_rows
 from rope_ext_hf.reading.text.text_files import NAME_HELP, find_files, optional_package, read_files, reason
 
 __all__ = ["check_name", "load", "stdlib_held_out"]
@@ -294,7 +293,7 @@ def read_hub_dataset(name: str, *, config: str | None, split: str | None, column
         name: OWNER/NAME.
         config: the configuration; None: the default one.
         split: the split; None: "test", or the only one.
-        column: the column of the text; None: see `rope_ext_hf.reading.text.rows.choose_column`.
+        column: the column of the text; None: see `rope_ext_hf.reading.text.documents.choose_column`.
 
     Raises:
         CorpusError: the name is not OWNER/NAME, or the data set cannot be read.

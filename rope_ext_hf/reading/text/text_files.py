@@ -21,8 +21,7 @@ from typing import Any, BinaryIO
 from rope_ext_hf.errors import CorpusError, short
 from rope_ext_hf.lazy import install_command
 from rope_ext_hf.reading.text.csv_tables import csv_rows, is_list, is_number
-from rope_ext_hf.reading.text.documents import Document
-from rope_ext_hf.reading.text.rows import choose_column, mask_column, read_rows
+from rope_ext_hf.reading.text.documents import Document, choose_column, mask_column, read_rows
 from rope_ext_hf.reading.text.text_folders import TextFiles, texts_of_folder
 
 NAME_HELP = (
@@ -98,7 +97,7 @@ def read_files(source: str, root: Path, files: Sequence[Path], column: str | Non
         root: the folder that names are relative to.
         files: the files, in order.
         column: the name of the column that holds the text, in tables; None: see
-            `rope_ext_hf.reading.text.rows.choose_column`.
+            `rope_ext_hf.reading.text.documents.choose_column`.
 
     Raises:
         CorpusError: a column is named, and all files are plain text; or a file cannot be read.
