@@ -29,8 +29,7 @@ from rope_ext_hf.reading.protocols import (
 from rope_ext_hf.reading.text.documents import Corpus, Document, LateEnds, Tokens, token_ids, utf8_bytes
 from rope_ext_hf.reading.text.given_ids import decoded_ends, ends_of_ids, names_of_ids, without_added
 from rope_ext_hf.reading.text.load import load
-from rope_ext_hf.reading.text.token_bytes import byte_ends, spelled_ends
-from rope_ext_hf.reading.text.tokenizing import PLAIN, tokenize_texts
+from rope_ext_hf.reading.text.token_bytes import PLAIN, byte_ends, spelled_ends, tokenize_texts
 from rope_ext_hf.reading.text.unknown_tokens import unknown_note
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rope_ext_hf.eval.questions import Passkey, Perplexity
 from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.reading import spans
 from rope_ext_hf.reading.protocols import PROTOCOLS
-from rope_ext_hf.reading.text import tokenizing
+from rope_ext_hf.reading.text import token_bytes as tokenizing
 from rope_ext_hf.reading.text.documents import Document
 from tests.reading.text.test_token_bytes import byte_level
 from tests.support.models import build

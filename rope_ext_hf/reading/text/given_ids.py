@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from rope_ext_hf.reading.text.token_bytes import byte_ends, spelled_ends
-from rope_ext_hf.reading.text.tokenizing import PLAIN
+from rope_ext_hf.reading.text.token_bytes import PLAIN, byte_ends, spelled_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

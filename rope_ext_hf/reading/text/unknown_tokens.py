@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from rope_ext_hf.reading.text.documents import Document, Tokens
 from rope_ext_hf.reading.text.given_ids import names_of_ids
-from rope_ext_hf.reading.text.token_bytes import spelled_ends
-from rope_ext_hf.reading.text.tokenizing import tokenize_texts
+from rope_ext_hf.reading.text.token_bytes import spelled_ends, tokenize_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

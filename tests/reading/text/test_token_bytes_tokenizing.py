@@ -11,8 +11,7 @@ from rope_ext_hf.reading import spans
 from rope_ext_hf.reading.spans import make_plan, tokenize
 from rope_ext_hf.reading.text import token_bytes
 from rope_ext_hf.reading.text.documents import Document
-from rope_ext_hf.reading.text.token_bytes import byte_ends
-from rope_ext_hf.reading.text.tokenizing import tokenize_texts
+from rope_ext_hf.reading.text.token_bytes import byte_ends, tokenize_texts
 from tests.reading.text.test_token_bytes import TOKENIZERS, built, byte_level
 
 TEXTS = ["Some words, and 42 more.\n\n  naïve façade 漢字 🙂 <s> </s> <|endoftext|>", "", " two  spaces", "ab" * 300]
