@@ -21,7 +21,7 @@ from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval import measure
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.text.load import HELD_OUT
-from rope_ext_hf.runs.merging import findings_of_runs
+from rope_ext_hf.runs.comparison import findings_of_runs
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.tools.suites import Gain
 from rope_ext_hf.tools.suites.gain_rows import docstring_rows
