@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.comparison import Comparison as Comparison
     from rope_ext_hf.runs.comparison import compare_runs as compare_runs
     from rope_ext_hf.runs.folder.folder import read_run as read_run
-    from rope_ext_hf.runs.results import Results as Results
+    from rope_ext_hf.runs.run import Results as Results
     from rope_ext_hf.runs.run import Run as Run
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

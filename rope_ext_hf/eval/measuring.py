@@ -28,8 +28,7 @@ from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.runs.folder.run_file import RunFile, run_file
 from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.preflight import load_for_run
-from rope_ext_hf.runs.results import Results
-from rope_ext_hf.runs.run import Run
+from rope_ext_hf.runs.run import Results, Run
 from rope_ext_hf.runs.runner import Progress, carry_out
 
 if TYPE_CHECKING:

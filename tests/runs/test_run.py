@@ -18,8 +18,7 @@ from rope_ext_hf.eval.retrieval.retrieval_runs import RetrievalRuns
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs.conclusions.labels import method_key
-from rope_ext_hf.runs.results import Results
-from rope_ext_hf.runs.run import Run
+from rope_ext_hf.runs.run import Results, Run
 
 
 def run_of_yarn(losses: Sequence[float] = (1.0, 2.0, 1.5, 1.6)) -> Run[Result]:

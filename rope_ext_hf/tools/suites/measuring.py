@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.eval.measuring import results_of
 from rope_ext_hf.options.questions import forward
-from rope_ext_hf.runs.results import Results
+from rope_ext_hf.runs.run import Results
 from rope_ext_hf.tools.suites.questions import Tasks
 from rope_ext_hf.tools.suites.task_runs import TaskResult
 
