@@ -61,8 +61,7 @@ def lm_eval(
         from lm_eval.loggers import EvaluationTracker
         from lm_eval.utils import make_table
 
-        from rope_ext_hf.eval.lm_eval.lm_eval_suites import long_suite
-        from rope_ext_hf.eval.lm_eval.lm_eval_tasks import evaluate
+        from rope_ext_hf.eval.lm_eval.lm_eval_tasks import evaluate, long_suite
     except ImportError as error:
         raise MethodError(
             f"lm-eval is not installed ({error}); to install it, type: {install_command('eval')}"

@@ -20,7 +20,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.lm_eval import lm_eval_tasks
 from rope_ext_hf.eval.lm_eval.lm_eval_adapter import RopeHFLM
-from rope_ext_hf.eval.lm_eval.lm_eval_suites import babilong_length, long_suite
+from rope_ext_hf.eval.lm_eval.lm_eval_tasks import babilong_length, long_suite
 from rope_ext_hf.reference import path
 from rope_ext_hf.tools.suites import tasks
 from rope_ext_hf.tools.suites.base import list_suites, suite
