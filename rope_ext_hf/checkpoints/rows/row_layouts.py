@@ -34,7 +34,8 @@ from rope_ext_hf.models.family_settings import (
     supported_family,
 )
 from rope_ext_hf.models.model_classes import class_of_part
-from rope_ext_hf.patches.rows.row_heads import ClassRows, LayerRows, ModuleRows
+from rope_ext_hf.patches.rows.row_heads import ClassRows, LayerRows
+from rope_ext_hf.patches.rows.row_heads import ModuleRows as ProbedRows
 from rope_ext_hf.patches.rows.row_probe import common_path, probe_rows
 
 _IN_LAYER = re.compile(r"\w+\.(?P<layer>\d+)\.(?P<inside>.+)")
@@ -371,7 +372,7 @@ class ProbedLayouts:
         layouts: dict[str, RowLayout] = {}
         for name, rows in (layer.rotated | layer.saved).items():
             inside = self._inside(f"{name}.weight").removesuffix(".weight")
-            layout = _row_layout(rows, pairing)
+            layout = _probed_row_layout(rows, pairing)
             if layouts.setdefault(inside, layout) != layout:
                 raise UnsupportedModelError(f"{inside!r} rotates in another way in another attention module of a layer")
         return layouts
@@ -398,7 +399,7 @@ def _unusual_names(layer: LayerRows) -> list[str]:
     return names
 
 
-def _row_layout(rows: ModuleRows, pairing: str) -> RowLayout:
+def _probed_row_layout(rows: ProbedRows, pairing: str) -> RowLayout:
     """Return the row layout of a module: its heads, with those that follow each other several times written once.
 
     `pairing`: that of the attention. A module in the other one keeps it, whatever a conversion does to the attention.
