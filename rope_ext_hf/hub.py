@@ -312,7 +312,8 @@ def _take_out_of_files(model: nn.Module) -> None:
     transformers leaves them in the files, mapped into memory: a file that is written anew during a measurement would
     change the model, and one that becomes shorter would end the process (SIGBUS).
     """
-    model._apply(lambda value: value.clone() if type(value) in (torch.Tensor, nn.Parameter) else value)
+    apply: Any = model._apply  # torch declares no types
+    apply(lambda value: value.clone() if type(value) in (torch.Tensor, nn.Parameter) else value)
 
 
 def loads_by_layer(name: str | Path, empty: PreTrainedModel) -> bool:
