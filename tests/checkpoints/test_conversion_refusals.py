@@ -98,7 +98,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a link to a folder": (lambda f: (f / "more").symlink_to("deep"), "'more' is not a plain file"),
     "a link to nothing": (lambda f: (f / "more").symlink_to("nothing"), "'more' is not a plain file"),
     "links in a circle": (lambda f: (f / "more").symlink_to("more"), "'more' is not "),
-    "a pipe": (lambda f: os.mkfifo(f / "more"), "'more' is not a plain file"),
+    "a pipe": (lambda f: os.mkfifo(f / "more"), "more' is not a regular file but a device or a pipe"),
     "a part that is missing": (lambda f: (f / SECOND).unlink(), f"'{SECOND}' is missing"),
     "a part that is a folder": (
         lambda f: (f / SECOND).rename(f / "deep" / SECOND) and (f / "deep").rename(f / SECOND),
