@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import Result, perplexity
-from rope_ext_hf.eval.perplexity.perplexity_runs import difference
+from rope_ext_hf.eval.spans.perplexity_runs import difference
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry

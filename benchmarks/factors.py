@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import Result
-from rope_ext_hf.eval.perplexity.perplexity_measurement import PerplexityMeasurement
+from rope_ext_hf.eval.spans.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method

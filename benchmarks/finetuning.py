@@ -20,7 +20,7 @@ from training_text import stdlib_training
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.eval.perplexity.perplexity_runs import Result, difference
+from rope_ext_hf.eval.spans.perplexity_runs import Result, difference
 from rope_ext_hf.tools.training import finetune
 
 FACTOR, TASK = 4, "key-value"

@@ -18,7 +18,7 @@ from record import benchmark_parser, record
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_ext_hf.eval import Result, perplexity
-from rope_ext_hf.eval.perplexity.perplexity_runs import difference
+from rope_ext_hf.eval.spans.perplexity_runs import difference
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry

@@ -21,7 +21,7 @@ from record import benchmark_parser, record
 from reference import increase_over, load_bundled
 
 from rope_ext_hf.eval import Result, perplexity
-from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss, PerplexityMeasurement
+from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss, PerplexityMeasurement
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import base_rope_of_model
 from rope_ext_hf.patches.patching import patched

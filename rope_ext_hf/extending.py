@@ -74,7 +74,7 @@ OPEN: dict[str, str] = {
     # evaluations
     "rope_ext_hf.eval.questions": "base class of the arguments of measurements, and the questions of the library",
     "rope_ext_hf.eval.measuring:results_of": "make a function such as `perplexity` for a question of one's own",
-    "rope_ext_hf.eval.perplexity.perplexity_measurement": "the losses of documents at each context length, to build on",
-    "rope_ext_hf.eval.perplexity.perplexity_runs": "runs that measure perplexity, to build on",
+    "rope_ext_hf.eval.spans.perplexity_measurement": "the losses of documents at each context length, to build on",
+    "rope_ext_hf.eval.spans.perplexity_runs": "runs that measure perplexity, to build on",
 }
 """The open modules and objects, each with the purpose that it serves for an author of tools."""

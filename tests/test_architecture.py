@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE, TOOLS = "rope_ext_hf", "tools"
 FLOORS = (
     ("errors", "extending", "lazy", "reference", "stopping"),
-    ("bounds", "foreign_logs", "installing", "plug_ins", "terminal"),
+    ("bounds", "foreign_logs", "plug_ins", "terminal"),
     ("options",),
     ("files",),
     ("methods",),
@@ -458,6 +458,17 @@ def test_packages_and_open_modules_list_their_names() -> None:
         if module.path.name != "__init__.py"
         and module.name not in open_modules()
         and "__all__" in {n.id for n in ast.walk(module.tree) if isinstance(n, ast.Name)}
+    )
+
+
+def test_no_package_exports_a_name_of_a_module_in_it() -> None:
+    """An import of the module would take the place of the object: `eval.perplexity` is a function."""
+    check(
+        f"{module.name}.{name}"
+        for module in modules().values()
+        if module.path.name == "__init__.py"
+        for name in getattr(importlib.import_module(module.name), "__all__", ())
+        if f"{module.name}.{name}" in modules()
     )
 
 

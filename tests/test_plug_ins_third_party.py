@@ -29,8 +29,8 @@ from dataclasses import dataclass, replace
 
 from rope_ext_hf.cli.console import print_text
 from rope_ext_hf.cli.options import command
-from rope_ext_hf.eval.perplexity.perplexity_measurement import PerplexityMeasurement
-from rope_ext_hf.eval.perplexity.perplexity_runs import PerplexityRuns
+from rope_ext_hf.eval.spans.perplexity_measurement import PerplexityMeasurement
+from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns
 from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import register_method

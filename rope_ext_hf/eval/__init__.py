@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.measuring import passkey as passkey
     from rope_ext_hf.eval.measuring import perplexity as perplexity
     from rope_ext_hf.eval.measuring import sweep as sweep
-    from rope_ext_hf.eval.perplexity.perplexity_runs import Result as Result
     from rope_ext_hf.eval.questions import Divergence as Divergence
     from rope_ext_hf.eval.questions import Passkey as Passkey
     from rope_ext_hf.eval.questions import Perplexity as Perplexity
     from rope_ext_hf.eval.questions import Sweep as Sweep
     from rope_ext_hf.eval.retrieval.retrieval_runs import Retrieval as Retrieval
+    from rope_ext_hf.eval.spans.perplexity_runs import Result as Result
     from rope_ext_hf.options.method_choice import MethodChoice as MethodChoice
     from rope_ext_hf.reading.text.documents import Document as Document
     from rope_ext_hf.runs.comparison import Comparison as Comparison

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import did_you_mean
 from rope_ext_hf.eval.divergence_runs import DivergenceResult
-from rope_ext_hf.eval.perplexity.perplexity_runs import Result
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, Divergence, LengthsQuestion, Passkey, Perplexity, Sweep
 from rope_ext_hf.eval.retrieval.retrieval_runs import Retrieval
+from rope_ext_hf.eval.spans.perplexity_runs import Result
 from rope_ext_hf.hub import load_empty, load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.options.method_choice import MethodChoice

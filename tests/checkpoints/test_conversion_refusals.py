@@ -106,7 +106,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no index": (lambda f: (f / INDEX).unlink(), "holds no weights .* parts of a model without the index"),
     "no weights": (
-        lambda f: [file.unlink() for file in (f / INDEX, f / FIRST, f / SECOND)],
+        lambda f: [os.unlink(file) for file in (f / INDEX, f / FIRST, f / SECOND)],  # noqa: PTH108
         "holds no weights; looked for model.safetensors.index.json",
     ),
     "no weights, whatever else": (  # a home folder, or /, is not listed to its end first

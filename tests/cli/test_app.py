@@ -536,8 +536,8 @@ def test_a_terminal_gets_no_control_characters_and_no_markup(capsys: pytest.Capt
 
 
 def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss
-    from rope_ext_hf.eval.perplexity.perplexity_runs import PerplexityRuns
+    from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
+    from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns
     from rope_ext_hf.reading.spans import Setting
     from rope_ext_hf.runs.run import Run
 

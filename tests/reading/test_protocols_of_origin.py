@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.eval.perplexity.perplexity_runs import Result
+from rope_ext_hf.eval.spans.perplexity_runs import Result
 from rope_ext_hf.reading.text.documents import Document
 from tests.support.models import build
 

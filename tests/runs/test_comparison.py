@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.eval import compare_runs, passkey, perplexity, read_run
-from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss
 from rope_ext_hf.eval.retrieval.retrieval_runs import RetrievalSetting, TrialScore
+from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
 from rope_ext_hf.methods.static import NTK, Linear, Yarn
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.reading.spans import Setting

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss
-from rope_ext_hf.eval.perplexity.perplexity_runs import PerplexityRuns, Result
 from rope_ext_hf.eval.retrieval.retrieval_runs import RetrievalRuns
+from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns, Result
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs.conclusions.labels import method_key

@@ -129,7 +129,7 @@ def combine_evidence(report: PairingReport, text: TextLosses) -> PairingReport:
     if text.pairing is None or text.pairing == report.pairing:
         return report
     if report.pairing is None:
-        sure = confidence(text.half - text.interleaved, text.error)
+        sure = _confidence(text.half - text.interleaved, text.error)
         return replace(report, pairing=text.pairing, confidence=sure, reason=None)
     return replace(
         report, pairing=None, confidence=0.0, reason=f"the weights show {report.pairing}, the text {text.pairing}"
@@ -161,8 +161,8 @@ def _detect(
             scores.append(correlations[:, 0] - correlations[:, 1])
     except CheckpointError as unreadable:
         return replace(report, reason=str(unreadable))
-    score, error = mean_score(torch.cat(scores), inv_freq)
-    report = replace(report, score=score, error=error, layers=tuple(layers), confidence=confidence(score, error))
+    score, error = _mean_score(torch.cat(scores), inv_freq)
+    report = replace(report, score=score, error=error, layers=tuple(layers), confidence=_confidence(score, error))
     if abs(score) < _MIN_SIGMA * error or not error:
         return replace(report, reason="the difference between the pairings may be chance")
     agreeing = sum((layer.half - layer.interleaved) * score > 0 for layer in layers)
@@ -195,7 +195,7 @@ def pairing_correlations(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor
     return nn.functional.normalize(centered, dim=1) @ _likenesses(inv_freq).to(centered).T
 
 
-def mean_score(by_head: Tensor, inv_freq: Tensor) -> tuple[float, float]:
+def _mean_score(by_head: Tensor, inv_freq: Tensor) -> tuple[float, float]:
     """Return the mean of the scores of all heads, and its standard error.
 
     The error is computed from the differences between heads; or, if that is larger, it is the one that energies in
@@ -212,7 +212,7 @@ def mean_score(by_head: Tensor, inv_freq: Tensor) -> tuple[float, float]:
     return float(by_head.mean()), max(between_heads, by_chance) / math.sqrt(len(by_head))
 
 
-def confidence(difference: float, error: float) -> float:
+def _confidence(difference: float, error: float) -> float:
     """Return the probability that a difference of this size is not chance, if its error is normally distributed."""
     return math.erf(abs(difference) / error / math.sqrt(2)) if error else 0.0
 

@@ -1,1 +1,1 @@
-"""Measurements over spans of text, to build on."""
+"""Measurements over spans of text: what they have in common, and perplexity."""

@@ -42,7 +42,7 @@ class DecoderHooks(ABC):
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
         self.slots = list(slots)
         self.axes = max(slot.axes for slot in slots)  # how many axes the positions of the model may have
-        self.kernels = kernels_of(tables_of(slots))
+        self.kernels = _kernels_of(tables_of(slots))
 
     def prepare(self, model: nn.Module, decoder: nn.Module) -> None:  # noqa: B027 - not every kind has to
         """Find out what later forwards need to know of a decoder. Called once, when its model has been patched."""
@@ -252,7 +252,7 @@ class _RotationKernels:
         return torch.allclose(function(*arguments)[0], expected, atol=_TOLERANCE)
 
 
-def kernels_of(tables: Sequence[RotaryEmbedding]) -> _RotationKernels | None:
+def _kernels_of(tables: Sequence[RotaryEmbedding]) -> _RotationKernels | None:
     """Return an object that checks fused rotation kernels in a decoder; None if no kernels can be in use.
 
     `tables`: rotary modules of that decoder, at least one.

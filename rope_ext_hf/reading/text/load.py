@@ -237,7 +237,7 @@ def _named_documents(name: _Name, column: str | None, left_out: Callable[[str], 
             raise CorpusError(f"{name.source!r} is plain text, which has no column {column!r}")
         return stdlib_held_out()
     if name.source.startswith(_HUB):
-        return read_hub_dataset(name.source.removeprefix(_HUB), config=name.config, split=name.split, column=column)
+        return _read_hub_dataset(name.source.removeprefix(_HUB), config=name.config, split=name.split, column=column)
     texts = find_files(name.source, config=name.config, split=name.split)
     if texts.left_out:
         left_out(texts.left_out)
@@ -286,7 +286,7 @@ _STREAM_RETRIES = 2
 """Retries of a read. Each lasts half a minute within huggingface_hub, and its default of 20 looks like a hang."""
 
 
-def read_hub_dataset(name: str, *, config: str | None, split: str | None, column: str | None) -> Iterator[Document]:
+def _read_hub_dataset(name: str, *, config: str | None, split: str | None, column: str | None) -> Iterator[Document]:
     """Yield the documents in a data set on the Hub, one per row, as they are downloaded.
 
     Args:

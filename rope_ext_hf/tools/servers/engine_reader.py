@@ -43,7 +43,7 @@ from rope_ext_hf.tools.serving.configs import open_model, serving_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.eval.perplexity.perplexity_measurement import PerplexityMeasurement
+    from rope_ext_hf.eval.spans.perplexity_measurement import PerplexityMeasurement
     from rope_ext_hf.reading.spans import EvalPlan
     from rope_ext_hf.tools.engines.serving_config import ServingConfig
 

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import CorpusError, printable, short, warn_caller
-from rope_ext_hf.eval.perplexity.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.eval.questions import MeasureWith, Perplexity
+from rope_ext_hf.eval.spans.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer

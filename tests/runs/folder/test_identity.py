@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.eval.perplexity.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.eval.questions import Passkey
+from rope_ext_hf.eval.spans.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.static import NTK, Linear, Yarn
 from rope_ext_hf.patches.slots.patched_slot import present_specs

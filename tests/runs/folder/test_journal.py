@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss
-from rope_ext_hf.eval.perplexity.perplexity_runs import PerplexityRuns
+from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.folder.folder import exclusive, read_run
 from rope_ext_hf.runs.folder.journal import Record, agree_on_chunks, open_journal, read_plain, read_records

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss
-from rope_ext_hf.eval.perplexity.perplexity_runs import PerplexityRuns, Result
 from rope_ext_hf.eval.retrieval.retrieval_runs import Retrieval
+from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns, Result
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.pictures import charts, drawing

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss
 from rope_ext_hf.eval.retrieval.retrieval_runs import RetrievalSetting, TrialScore
+from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.pictures.html_page import html_page
 from rope_ext_hf.reading.scorer import Cost

@@ -23,8 +23,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import CorpusError, FileError
 from rope_ext_hf.eval import sweep
-from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss
-from rope_ext_hf.eval.perplexity.perplexity_runs import PerplexityRuns
+from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import Setting, tokenize

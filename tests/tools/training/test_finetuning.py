@@ -22,8 +22,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, UnsupportedModelError
-from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss
-from rope_ext_hf.eval.perplexity.perplexity_runs import PerplexityRuns, Result
+from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
+from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns, Result
 from rope_ext_hf.files.whole import json_text
 from rope_ext_hf.reading.spans import Setting, tokenize
 from rope_ext_hf.reading.text.documents import Document

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import MethodError, capital, printable, short
-from rope_ext_hf.eval.perplexity.perplexity_measurement import DocumentLoss, PerplexityMeasurement
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity, Sweep
+from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss, PerplexityMeasurement
 from rope_ext_hf.eval.spans.span_measurement import SpanRuns
 from rope_ext_hf.eval.states_files import head_of, token_names
 from rope_ext_hf.methods.base import RopeMethod
