@@ -96,7 +96,7 @@ def test_saving_what_transformers_loaded_names_the_way_out(
     assert not (tmp_path / "out").exists()
     assert f"rope_ext_hf.from_pretrained({str(file)!r})" in str(caught.value)
     assert f"`rope-ext gguf {file} OUT.gguf --method NAME`" in str(caught.value)
-    assert f"`rope-ext convert {file} FOLDER --to half --dequantize bfloat16`" in str(caught.value)
+    assert f"`rope-ext convert {file} FOLDER --to hf --dequantize bfloat16`" in str(caught.value)
 
 
 def test_what_was_loaded_here_is_saved_unpacked(file: Path, model: LlamaForCausalLM, tmp_path: Path) -> None:

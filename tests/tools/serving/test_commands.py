@@ -178,4 +178,4 @@ def test_commands_take_a_gguf_file_or_say_what_to_type(tmp_path: Path) -> None:
         code, _, error = run(*arguments)
         assert code == 2
         assert "`rope-ext gguf" in error, error
-        assert f"`rope-ext convert {file} FOLDER --to half --dequantize bfloat16`" in error
+        assert f"`rope-ext convert {file} FOLDER --to hf --dequantize bfloat16`" in error
