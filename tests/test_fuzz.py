@@ -118,7 +118,7 @@ def test_a_process_is_watched(
 ) -> None:
     import rope_ext_hf.cli.app
 
-    monkeypatch.setattr(rope_ext_hf.cli.app, "app", app)
+    monkeypatch.setattr(rope_ext_hf.cli.app.typer.main, "get_command", lambda _: app)
     monkeypatch.setattr(running, "_STALLED", 0.5)
     answer = run([], tmp_path)
     assert expected(answer), answer

@@ -115,6 +115,7 @@ def check_nothing_to_read(words: tuple[str, ...], corpus: str, folder: Path) -> 
 
 @pytest.mark.parametrize("extra", ["", "x = 1"])
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the same command was run before:UserWarning")
 def test_an_empty_or_short_document_changes_no_number_of_others(extra: str, folder: Path) -> None:
     (folder / "file.yaml").write_text("run: ppl\nmodel: model\ndata: texts/*.txt\nlengths: 64\ndevice: cpu\n")
     code, out, err = run("run", "file.yaml", "--json")

@@ -218,7 +218,7 @@ def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
 CHILD = """
 import json, sys
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.reading import memory
+from rope_ext_hf.reading.cost import memory
 
 free, *command = sys.argv[1:]
 if int(free):

@@ -105,7 +105,7 @@ def test_every_file_is_written(tmp_path: Path) -> None:
     run = a_run(tmp_path, RESULTS)
     write_files(run)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("perplexity.png", "report.html", "results.csv", "results.json")
+        *("differences.csv", "perplexity.png", "report.html", "results.csv", "results.json")
     ]
     assert list(run.folder.glob("*.png"))
     page = Page(run.folder / "report.html")
@@ -132,7 +132,7 @@ def test_a_run_of_retrieval_has_the_same_files(tmp_path: Path) -> None:
     run = a_run(tmp_path, results, kind="passkey")
     write_files(run)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("passkey.png", "report.html", "results.csv", "results.json")
+        *("differences.csv", "passkey.png", "report.html", "results.csv", "results.json")
     ]
     page = Page(run.folder / "report.html")
     assert page.text.count("90%  1.5") == 8
@@ -213,7 +213,7 @@ def test_links_are_replaced_not_written_through(tmp_path: Path) -> None:
     folder, outside = tmp_path / "run", tmp_path / "outside"
     folder.mkdir()
     outside.mkdir()
-    names = ["results.csv", "results.json", "report.html", "perplexity.png"]
+    names = ["results.csv", "differences.csv", "results.json", "report.html", "perplexity.png"]
     for name in names:
         for there in (name, f"{name}.part"):
             (outside / there).write_bytes(b"untouched")
