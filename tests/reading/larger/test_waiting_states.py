@@ -255,7 +255,7 @@ def test_a_text_that_is_longer_than_memory_is_read_through_a_file(
     others = needed.total - needed.working - needed.logits
     for module in ("memory", "operations"):
         monkeypatch.setattr(
-            f"rope_ext_hf.reading.{module}.available", lambda device: (others - states // 10 * 9) * 16 // 15
+            f"rope_ext_hf.reading.cost.{module}.available", lambda device: (others - states // 10 * 9) * 16 // 15
         )
     found = perplexity(path, [document], lengths=[length], bos=False)
     assert files == [(1, length - 1, 64)]
