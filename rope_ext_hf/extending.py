@@ -20,7 +20,7 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.cli.folders": "write a patched copy of a model, and upload a folder to the Hub",
     "rope_ext_hf.terminal": "reports that show themselves as text and as tables, and wrapped lines",
     "rope_ext_hf.errors": "the exceptions, and small functions that put values into messages",
-    "rope_ext_hf.lazy:install_command": "the pip command to name where a package is missing",
+    "rope_ext_hf.installing:install_command": "the pip command to name where a package is missing",
     "rope_ext_hf.lazy:lazy_names": "names of a package that are imported when first used",
     # files and models
     "rope_ext_hf.files.whole": "read JSON, list folders; write whole or not at all; turn foreign errors into ours",

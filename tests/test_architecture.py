@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE, TOOLS = "rope_ext_hf", "tools"
 FLOORS = (
     ("errors", "extending", "lazy", "reference", "stopping"),
-    ("bounds", "foreign_logs", "plug_ins", "terminal"),
+    ("bounds", "foreign_logs", "installing", "plug_ins", "terminal"),
     ("options",),
     ("files",),
     ("methods",),

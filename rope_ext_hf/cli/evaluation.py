@@ -22,7 +22,7 @@ from rope_ext_hf.cli.run_progress import shown_progress
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, PerplexityOrDivergence, Sweep
 from rope_ext_hf.files.whole import json_text
-from rope_ext_hf.lazy import install_command
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.options.questions import Question, argument
 from rope_ext_hf.plug_ins import plug_in, plug_in_names

@@ -11,7 +11,7 @@ from rope_ext_hf.cli.console import print_note, print_text
 from rope_ext_hf.cli.options import Json, LoadOptions, Model, command
 from rope_ext_hf.errors import FileError, MethodError, short
 from rope_ext_hf.files.whole import disk_errors, json_text
-from rope_ext_hf.lazy import install_command
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.options.method_choice import LayerChoice
 from rope_ext_hf.options.questions import argument
 

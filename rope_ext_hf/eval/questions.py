@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.errors import MethodError, short
-from rope_ext_hf.lazy import install_command
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.options.questions import Argument, Question, anything, argument, several
 from rope_ext_hf.plug_ins import plug_in

@@ -14,7 +14,7 @@ import numpy as np
 from rope_ext_hf.bounds import limit
 from rope_ext_hf.errors import CheckpointError, MethodError, short
 from rope_ext_hf.files.whole import foreign_errors
-from rope_ext_hf.lazy import install_command
+from rope_ext_hf.installing import install_command
 
 __all__ = ["FileRope", "architecture_of", "open_gguf", "read_file_rope"]
 

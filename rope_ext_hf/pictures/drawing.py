@@ -14,7 +14,7 @@ from typing import Any
 from unicodedata import east_asian_width
 
 from rope_ext_hf.errors import printable, short
-from rope_ext_hf.lazy import install_command
+from rope_ext_hf.installing import install_command
 
 COLOURS = ("#3151ff", "#ff5f23", "#106e55", "#d668e1", "#b72e18", "#33a863", "#8f34bc", "#83819d")
 """Colours of lines, which colour-blind readers can distinguish, too, and which can be seen on white and on black."""

@@ -31,7 +31,7 @@ from rope_ext_hf.bounds import Length, whole
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.hub import leading_tokens
-from rope_ext_hf.lazy import install_command
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
 from rope_ext_hf.models.temporary import set_to

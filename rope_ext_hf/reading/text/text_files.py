@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rope_ext_hf.errors import CorpusError, short
-from rope_ext_hf.lazy import install_command
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.reading.text.csv_tables import csv_rows, is_list, is_number
 from rope_ext_hf.reading.text.documents import Document, choose_column, mask_column, read_rows
 from rope_ext_hf.reading.text.text_folders import TextFiles, texts_of_folder

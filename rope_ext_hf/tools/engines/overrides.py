@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.lazy import install_command
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.models.config_keys import GEOMETRY_KEYS
 from rope_ext_hf.tools.engines.base import NotCheckedError
 from rope_ext_hf.tools.engines.config_engine import ConfigEngine

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError, ServingError, one_line
-from rope_ext_hf.lazy import install_command
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.models.model_classes import vocabulary_size
 from rope_ext_hf.patches.slots.patched_slot import present_specs

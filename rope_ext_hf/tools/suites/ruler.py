@@ -36,7 +36,7 @@ from pathlib import Path
 import numpy
 
 from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.lazy import install_command
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, register_suite
 from rope_ext_hf.tools.suites.ruler_generator import TEMPLATES, Draw, Generator
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import CorpusError, one_line
-from rope_ext_hf.lazy import install_command
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.models.temporary import set_to
 from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, TooShortError, register_suite
 

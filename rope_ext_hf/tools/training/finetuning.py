@@ -26,7 +26,7 @@ from rope_ext_hf.eval.measuring import passkey, perplexity
 from rope_ext_hf.eval.spans.perplexity_runs import Result, difference
 from rope_ext_hf.files.whole import disk_errors, json_text, with_tilde, write_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
-from rope_ext_hf.lazy import install_command
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.options.questions import forward
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patch

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rope_ext_hf import lazy as installing
-from rope_ext_hf.lazy import NAME, install_command
+from rope_ext_hf import installing
+from rope_ext_hf.installing import NAME, install_command
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,7 +28,7 @@ def origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             text = noted if isinstance(noted, str) else json.dumps(noted)
             (folder / "direct_url.json").write_text(text, encoding="utf-8")
         monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.setattr(installing, "__file__", str(tmp_path / "rope_ext_hf" / "lazy.py"))
+        monkeypatch.setattr(installing, "__file__", str(tmp_path / "rope_ext_hf" / "installing.py"))
 
     return install
 
@@ -59,7 +59,7 @@ def test_files_that_were_never_installed(tmp_path: Path, monkeypatch: pytest.Mon
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", nothing)
-    monkeypatch.setattr(installing, "__file__", str(tmp_path / "rope_ext_hf" / "lazy.py"))
+    monkeypatch.setattr(installing, "__file__", str(tmp_path / "rope_ext_hf" / "installing.py"))
     assert install_command("gguf") == "pip install 'CHECKOUT[gguf]'"
 
 
@@ -74,7 +74,7 @@ def test_extras_in_messages_exist_and_no_source_names_the_package_of_an_index() 
     named = set()
     for folder in ("rope_ext_hf", "patches", "eval", "docs", "examples"):
         for file in sorted((ROOT / folder).rglob("*")):
-            if file.suffix not in (".py", ".md", ".ipynb") or file.name == "lazy.py":
+            if file.suffix not in (".py", ".md", ".ipynb") or file.name == "installing.py":
                 continue
             text = file.read_text(encoding="utf-8")
             named |= set(re.findall(r"install_command\('(\w+)'", text))
