@@ -116,9 +116,7 @@ def _print() -> None:
 def test_a_process_is_watched(
     app: Callable[[], None], expected: Callable[[Answer], bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import rope_ext_hf.cli.app
-
-    monkeypatch.setattr(rope_ext_hf.cli.app.typer.main, "get_command", lambda _: app)
+    monkeypatch.setattr("typer.main.get_command", lambda _: app)
     monkeypatch.setattr(running, "_STALLED", 0.5)
     answer = run([], tmp_path)
     assert expected(answer), answer

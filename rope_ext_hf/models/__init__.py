@@ -1,4 +1,4 @@
-"""What a model, its config.json and its class say of their rope settings, layers and weights.
+"""Statements of a model, its config.json and its class about rope settings, layers and weights.
 
 config, config_keys: the rotary embedding that a config states.
 patched_config, patch_records, engine_keys: a patch in a config: settings for transformers, the record, keys for others.

@@ -114,10 +114,7 @@ class Comparison:
         """
         rows = []
         for one, other in combinations(self.findings.informative, 2):
-            lengths_of_one, lengths_of_other = (
-                {length for row in measure.items.values() for length in row} for measure in (one, other)
-            )
-            for length in sorted(lengths_of_one & lengths_of_other):
+            for length in sorted({*one.all_lengths} & {*other.all_lengths}):
                 keys = [key for key in one.measured(length) if key in other.measured(length)]
                 if length > self.findings.context_length and len(keys) >= _FEWEST_METHODS:
                     rows.append(_agreement(one, other, length, keys))

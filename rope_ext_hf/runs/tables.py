@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import capital, multiple_text
-from rope_ext_hf.runs.conclusions.differences import best_value, in_unit
 from rope_ext_hf.runs.conclusions.findings import Findings
 from rope_ext_hf.runs.conclusions.measures import Measure, perplexity_text
 from rope_ext_hf.runs.run import Run
@@ -94,12 +93,8 @@ def differences_tables(findings: Findings) -> list[Table]:
 
 def _differences_table(findings: Findings, measure: Measure) -> Table | None:
     """Return the table of differences for one measure; None if it has no star at any length."""
-    lengths = [
-        length
-        for length in sorted({length for row in measure.items.values() for length in row})
-        if findings.starred(measure, length)
-    ]
-    if not lengths:
+    stars = {length: starred for length in measure.all_lengths if (starred := findings.starred(measure, length))}
+    if not stars:
         return None
 
     def text(number: float) -> str:
@@ -109,8 +104,7 @@ def _differences_table(findings: Findings, measure: Measure) -> Table | None:
             return f"{number:.3f}" if number < 10 else perplexity_text(number)
         return f"{100 * number:+.1f}" if measure.shares else f"{number:+{measure.digits}}"
 
-    best = {length: best_value(findings, measure, length) for length in lengths}
-    heads = [f"{length:,}\n{multiple_text(length, findings.context_length)}" for length in lengths]
+    heads = [f"{length:,}\n{multiple_text(length, findings.context_length)}" for length in stars]
     unit = "divided by" if measure.exponential else "minus"
     of_unit = "" if measure.exponential else " in points" if measure.shares else f" in {measure.unit}"
     caption = f"the mean difference over {measure.kind_of_item}s, paired, with its 95% confidence interval\n{BEST_NOTE}"
@@ -121,15 +115,14 @@ def _differences_table(findings: Findings, measure: Measure) -> Table | None:
         if key not in measure.items:
             continue
         cells = []
-        for length in lengths:
-            change = measure.change((key, length), (best[length], length))
-            star = "*" if key in findings.starred(measure, length) else " "
-            if key == best[length]:
+        for length, (best, *others) in stars.items():
+            change = measure.change((key, length), (best, length))
+            if key == best:
                 cells.append("best*")
             elif change is None:
                 cells.append("")
             else:
-                shown = in_unit(measure, change)
+                shown, star = measure.as_read(change), "*" if key in others else " "
                 cells.append(f"{text(shown.value)}{star}{shown.line_below(text)}")
         view.add_row(Text(name), *map(Text, cells))
     return view

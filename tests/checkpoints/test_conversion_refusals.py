@@ -106,7 +106,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no index": (lambda f: (f / INDEX).unlink(), "holds no weights .* parts of a model without the index"),
     "no weights": (
-        lambda f: [os.unlink(file) for file in (f / INDEX, f / FIRST, f / SECOND)],  # noqa: PTH108
+        lambda f: any(map(Path.unlink, (f / INDEX, f / FIRST, f / SECOND))),
         "holds no weights; looked for model.safetensors.index.json",
     ),
     "no weights, whatever else": (  # a home folder, or /, is not listed to its end first

@@ -1,1 +1,1 @@
-"""Which pairing the weights of a folder have: stated, or found out from them."""
+"""The pairing of the weights in a folder: as a config states it, or found out from the weights."""

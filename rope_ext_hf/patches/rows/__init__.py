@@ -1,1 +1,1 @@
-"""Which rows of a weight rotate, found out with the model itself."""
+"""The rows of a weight that rotate, found out by running a small model of the same class."""

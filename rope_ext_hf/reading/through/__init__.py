@@ -1,1 +1,1 @@
-"""How tokens go through a model: whole, in chunks, layer by layer; the losses of the head."""
+"""Readers, which run tokens through a model: whole, in chunks or layer by layer; and the losses of its head."""

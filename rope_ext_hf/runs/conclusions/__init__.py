@@ -1,1 +1,1 @@
-"""What follows from results: statistics, differences, verdicts, sentences and charts."""
+"""Conclusions from results: statistics, differences, verdicts, sentences and charts."""

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from rope_ext_hf.runs.conclusions.findings import Findings
-from rope_ext_hf.runs.conclusions.measures import Measure, exponential
-from rope_ext_hf.runs.conclusions.statistics import Estimate
+from rope_ext_hf.runs.conclusions.measures import Measure
 from rope_ext_hf.runs.conclusions.verdicts import Outcome, outcome_of_change
 
 
@@ -57,16 +56,11 @@ def differences(findings: Findings) -> list[_Difference]:
     return [
         difference
         for measure in findings.measures
-        for length in sorted({length for row in measure.items.values() for length in row})
-        for other in dict.fromkeys((findings.loaded, best_value(findings, measure, length)))
+        for length in measure.all_lengths
+        for other in dict.fromkeys((findings.loaded, findings.best(measure, length)[0]))
         for key in measure.measured(length)
         if key != other and (difference := _difference(findings, measure, length, key, other)) is not None
     ]
-
-
-def best_value(findings: Findings, measure: Measure, length: int) -> str:
-    """Return the method that has the best value at a length."""
-    return min(measure.measured(length), key=lambda key: measure.sort_value(key, length))
 
 
 def _difference(findings: Findings, measure: Measure, length: int, key: str, other: str) -> _Difference | None:
@@ -74,18 +68,10 @@ def _difference(findings: Findings, measure: Measure, length: int, key: str, oth
     change = measure.change((key, length), (other, length))
     if change is None:
         return None
-    shown = in_unit(measure, change)
+    shown = measure.as_read(change)
     unit = "ratio" if measure.exponential else "share" if measure.shares else measure.unit
     outcome = outcome_of_change(change, higher_is_better=measure.higher_is_better)
     names = findings.names
     return _Difference(
         measure.name, length, names[key], names[other], unit, shown.value, shown.low, shown.high, shown.items, outcome
     )
-
-
-def in_unit(measure: Measure, change: Estimate) -> Estimate:
-    """Return a change in the unit that people read: for a perplexity, whose change is in nats, a ratio."""
-    if not measure.exponential:
-        return change
-    low, high = (None if end is None else exponential(end) for end in (change.low, change.high))
-    return Estimate(exponential(change.value), low, high, change.items)

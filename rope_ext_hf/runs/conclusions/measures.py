@@ -178,6 +178,11 @@ class Measure:
         return sorted(self.items.get(key, {}))
 
     @property
+    def all_lengths(self) -> list[int]:
+        """The lengths in tokens at which any method was measured, ascending."""
+        return sorted({length for row in self.items.values() for length in row})
+
+    @property
     def longest(self) -> int:
         """The longest length in tokens at which any method was measured."""
         return max(length for row in self.items.values() for length in row)
@@ -199,11 +204,14 @@ class Measure:
 
     def estimate(self, key: str, length: int) -> Estimate:
         """Return a method's number at a length, with its interval, in the unit that people read."""
-        mean = self.mean(key, length)
+        return self.as_read(self.mean(key, length))
+
+    def as_read(self, estimate: Estimate) -> Estimate:
+        """Return a mean or a change in the unit that people read: nats become a perplexity, or a ratio of two."""
         if not self.exponential:
-            return mean
-        low, high = (None if end is None else exponential(end) for end in (mean.low, mean.high))
-        return Estimate(exponential(mean.value), low, high, mean.items)
+            return estimate
+        low, high = (None if end is None else exponential(end) for end in (estimate.low, estimate.high))
+        return Estimate(exponential(estimate.value), low, high, estimate.items)
 
     def value(self, key: str, length: int) -> float:
         """Return a method's number at a length, without its interval."""
