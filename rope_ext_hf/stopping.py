@@ -5,13 +5,14 @@
     with raising():     # a signal raises Stopped, so that files that were begun are removed
         app()
 
-The exit code is 130 after SIGINT and 143 after SIGTERM. The module imports as little as it can, because a SIGINT that
-arrives before `end_on_signals` ends in a traceback of Python.
+The exit code is 130 after SIGINT and 143 after SIGTERM. `end_on_shortened_files` handles SIGBUS in the same way. The
+module imports as little as it can, because a SIGINT that arrives before `end_on_signals` ends in a traceback of Python.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import signal
 import sys
@@ -23,6 +24,10 @@ from types import FrameType
 from typing import Any
 
 _NAMES = {signal.SIGINT: "Ctrl-C (SIGINT)", signal.SIGTERM: "SIGTERM"}
+_SHORTENED = b"""\
+rope-ext: a file became shorter while it was read; it may be the model, or a data set, which something else writes. \
+Wait until the file is complete, and type the command again
+"""
 _AGAIN = 1.0  # seconds in which a second signal is the same request: terminals and launchers both send one
 _RETRY = 0.05  # seconds until a signal whose exception was lost raises another one
 
@@ -58,6 +63,36 @@ def end_on_signals() -> None:
             signal.signal(number, _on_signal)
     atexit.unregister(_keep_exit_code)
     atexit.register(_keep_exit_code)
+
+
+def end_on_shortened_files() -> None:
+    """End this process with one line and exit code 2 when a file that is mapped into memory becomes shorter.
+
+    The system sends SIGBUS when such memory is read. Python cannot handle it by the module `signal`, whose handlers run
+    after the instruction that was interrupted, and that one would never end. A callback of ctypes runs at once.
+    """
+    number = getattr(signal, "SIGBUS", None)
+    if number is None or signal.getsignal(number) is not signal.SIG_DFL or faulthandler.is_enabled():
+        return
+    import ctypes
+
+    global _handler
+    _handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_on_shortened_file)
+    handle = ctypes.CDLL(None).signal
+    handle.restype, handle.argtypes = ctypes.c_void_p, (ctypes.c_int, type(_handler))
+    handle(number, _handler)
+
+
+_handler: Any = None
+"""The callback of `end_on_shortened_files`, which has to live as long as the process."""
+
+
+def _on_shortened_file(number: int) -> None:
+    """Print the line and end the process; nothing else is safe at this moment."""
+    try:
+        os.write(2, _SHORTENED)
+    finally:
+        os._exit(2)
 
 
 @contextmanager

@@ -128,3 +128,44 @@ def test_an_error_without_a_message_is_told_in_words() -> None:
     assert one_line(KeyboardInterrupt()) == "keyboard interrupt"
     assert one_line(_LostConnectionError()) == "lost connection error"
     assert one_line(KeyError("a\nb")) == "'a\\nb'"
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_one_line(thread: bool) -> None:
+    """The system sends SIGBUS to the thread that reads the memory, in the middle of one instruction."""
+    code, out, err = ended(
+        """
+        import os, signal, threading
+        from rope_ext_hf.stopping import end_on_shortened_files
+
+        end_on_shortened_files()
+        def read():
+            signal.pthread_kill(threading.get_ident(), signal.SIGBUS)
+        if THREAD:
+            reader = threading.Thread(target=read)
+            reader.start()
+            reader.join()
+        else:
+            read()
+        print("goes on")
+        """,
+        THREAD=thread,
+    )
+    assert (code, out) == (2, "")
+    assert err.startswith("rope-ext: a file became shorter while it was read;")
+    assert err.count("\n") == 1
+
+
+def test_a_traceback_that_was_asked_for_stays() -> None:
+    code, _, err = ended(
+        """
+        import faulthandler, os, signal
+        faulthandler.enable()
+        from rope_ext_hf.stopping import end_on_shortened_files
+
+        end_on_shortened_files()
+        os.kill(os.getpid(), signal.SIGBUS)
+        """
+    )
+    assert code == -signal.SIGBUS
+    assert "Bus error" in err

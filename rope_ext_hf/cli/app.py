@@ -29,7 +29,7 @@ from rope_ext_hf.cli.parameters import split_arguments
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
 from rope_ext_hf.files.whole import LOCKED
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
-from rope_ext_hf.stopping import raising, stopped
+from rope_ext_hf.stopping import end_on_shortened_files, raising, stopped
 
 _LIBRARY_COMMANDS = (
     demo.demo,
@@ -250,6 +250,7 @@ def main() -> None:
     with suppress(OSError):  # a stream may be closed
         _keep_results_apart()
     program = typer.main.get_command(app)
+    end_on_shortened_files()
     with raising():
         program()
 
