@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from rope_ext_hf.reading import spans
 from rope_ext_hf.reading.spans import make_plan, tokenize
@@ -52,6 +52,14 @@ def test_a_class_that_changes_texts_itself_is_called() -> None:
     assert [list(ids) for ids in tokenize_texts(tokenizer, ["quiet"])] == [
         plain("QUIET", add_special_tokens=False)["input_ids"]
     ]
+
+
+def test_a_tokenizer_in_python_that_changes_texts_itself_is_called() -> None:
+    class Shouting(ByT5Tokenizer):  # type: ignore[misc]
+        def convert_tokens_to_ids(self, tokens: Any) -> Any:
+            return super().convert_tokens_to_ids([token.upper() for token in tokens])
+
+    assert tokenize_texts(Shouting(), ["quiet"]) == [[byte + 3 for byte in b"QUIET"]]
 
 
 def test_only_the_ends_of_documents_that_are_read_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
