@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PerceiverTokenizer, PreTrainedTokenizerFast
 
 from rope_ext_hf.reading import spans
 from rope_ext_hf.reading.spans import make_plan, tokenize
@@ -52,6 +52,12 @@ def test_a_class_that_changes_texts_itself_is_called() -> None:
     assert [list(ids) for ids in tokenize_texts(tokenizer, ["quiet"])] == [
         plain("QUIET", add_special_tokens=False)["input_ids"]
     ]
+
+
+@pytest.mark.parametrize("tokenizer", [ByT5Tokenizer(), PerceiverTokenizer()], ids=["byt5", "perceiver"])
+def test_tokens_are_those_of_a_tokenizer_in_python(tokenizer: Any) -> None:
+    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    assert tokenize_texts(tokenizer, TEXTS) == expected
 
 
 def test_a_tokenizer_in_python_that_changes_texts_itself_is_called() -> None:
