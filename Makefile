@@ -293,8 +293,7 @@ COSTS := yarn,mrrope,dynamic-yarn,rerope,self-extend,dynamic-self-extend,jet-lon
 
 # Some hours, most of them training: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
 bench: .venv/ready $(SMOLLM2)/config.json build/llama-cpp/ready
-	$(RUN)/rope-ext demo --device $(DEVICE) --out build/bench/demo
-	$(if $(filter cpu,$(DEVICE)),cp build/bench/demo/demo.png docs/demo.png)
+	$(RUN)/python benchmarks/first_run.py
 	$(RUN)/python benchmarks/intervals.py --out $(RESULTS)
 	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --out $(RESULTS)
