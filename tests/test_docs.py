@@ -342,8 +342,8 @@ def test_make_bench_runs_every_benchmark() -> None:
         "ruler_table.py",
     }  # which `make gpu`, `make real-models` and `make ruler` run
     bench = read("Makefile").partition("\nbench:")[2].partition("\n\n")[0]
-    trained = {"docstring_model.py", "train_reference.py"}  # whose models factors.py measures
-    assert set(re.findall(r"benchmarks/(\w+\.py)", bench)) == scripts | trained
+    others = {"docstring_model.py", "train_reference.py", "first_run.py"}  # two train models, one records the demo
+    assert set(re.findall(r"benchmarks/(\w+\.py)", bench)) == scripts | others
     for name in scripts - {"conversion.py", "intervals.py"}:  # which have nothing to do on a GPU
         assert "benchmark_parser(__doc__)" in read(f"benchmarks/{name}"), name
         assert re.search(rf"benchmarks/{name} --device", bench), name

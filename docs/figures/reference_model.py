@@ -36,6 +36,18 @@ def reference_setting() -> str:
 
 
 @figure
+def first_run() -> str:
+    """Return what `make demo` prints, as benchmarks/first_run.py recorded it."""
+    return f"\n\n```text\n{read_result('first-run')['text']}```\n\n"
+
+
+@figure
+def first_run_time() -> str:
+    """Return how long `make demo` measures, as benchmarks/first_run.py recorded it."""
+    return f"about {round(read_result('first-run')['seconds'], -1)} seconds on one core"
+
+
+@figure
 def temperatures() -> str:
     """Bits per byte at 8 times the context length and more, by method and temperature, of both sets of documents."""
     line = [line for line in lines_of("remapping") if line.get("temperatures")][-1]

@@ -43,41 +43,40 @@ _MARKERS = {
 """Outlines of markers as paths of SVG, by matplotlib's letters."""
 
 
+_DASHES = ((), (8, 3), (2, 2), (8, 3, 2, 3), (14, 4), (8, 3, 2, 3, 2, 3))
+"""Lengths of dashes and gaps in units; empty: a solid line."""
+
+
 class _Style(NamedTuple):
     """The style of a line, for an SVG and for matplotlib."""
 
     colour: str
-    dash: tuple[int, int]  # lengths of dash and gap in units; (0, 0): a solid line
+    dash: tuple[int, ...]  # as in _DASHES
     marker: str  # a key of _MARKERS
 
     @property
     def settings(self) -> dict[str, Any]:
         """The style as arguments of matplotlib's `plot`."""
         width = 2.4 if self.colour == drawing.PLAIN else 1.6
-        dash = "-" if self.dash == (0, 0) else (0, tuple(length / 2 for length in self.dash))
+        dash = (0, tuple(length / 2 for length in self.dash)) if self.dash else "-"
         return {"color": self.colour, "linestyle": dash, "linewidth": width, "marker": self.marker, "markersize": 5}
 
 
 def line_styles(names: Sequence[str]) -> dict[str, _Style]:
     """Return a line style for each method, by its label.
 
-    Labels of one method with several factors share a colour.
+    Labels of one method with several factors share a colour. Dashes and markers differ from line to line, for readers
+    who see no colours.
     """
-
-    def family(name: str) -> str:
-        return name.rpartition(" x")[0] or name
-
-    families = list(dict.fromkeys([family(name) for name in names if name != _LOADED]))
-    styles = {_LOADED: _Style(drawing.PLAIN, (5, 4), "o")}
-    for name in names:
-        if name == _LOADED:
-            continue
-        siblings = [other for other in names if family(other) == family(name)]
-        number, nth = families.index(family(name)), siblings.index(name)
-        rounds, colour = divmod(number, len(drawing.COLOURS))  # further rounds through the colours have other dashes
-        dash = ((0, 0), (6, 2), (2, 2))[(len(siblings) - 1 - nth + rounds) % 3]
-        marker = [*_MARKERS][(1 + number + 3 * nth) % len(_MARKERS)]
-        styles[name] = _Style(drawing.COLOURS[colour], dash, marker)
+    plain, *markers = _MARKERS
+    styles = {_LOADED: _Style(drawing.PLAIN, (5, 4), plain)}
+    families: list[str] = []
+    for number, name in enumerate(name for name in names if name != _LOADED):
+        family = name.rpartition(" x")[0] or name
+        if family not in families:
+            families.append(family)
+        colour = drawing.COLOURS[families.index(family) % len(drawing.COLOURS)]
+        styles[name] = _Style(colour, _DASHES[number % len(_DASHES)], markers[number % len(markers)])
     return styles
 
 
@@ -209,7 +208,7 @@ class LineChart:
         """
         points = [(frame.x(length), frame.y(value)) for length, value in self._lines[name]]
         colour = "currentColor" if style.colour == drawing.PLAIN else style.colour
-        dash = "none" if style.dash == (0, 0) else f"{style.dash[0]} {style.dash[1]}"
+        dash = " ".join(map(str, style.dash)) or "none"
         path = "L".join([f"{x:.1f} {y:.1f}" for x, y in points])
         parts = [f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>']
         parts += [_marker(style.marker, point, colour) for point in points]

@@ -118,6 +118,12 @@ def test_each_method_has_a_colour_and_a_marker_of_its_own() -> None:
     assert len({style.marker for style in styles.values()}) == 9
 
 
+def test_lines_differ_without_their_colours() -> None:
+    names = ["unpatched", "yarn x2", "yarn x4", "yarn x8", "ntk x4", "rerope", "dca"]
+    styles = line_styles(names)
+    assert len({style.marker for style in styles.values()}) == len({style.dash for style in styles.values()}) == 7
+
+
 @pytest.mark.slow
 def test_the_png_has_the_lines_and_marks_of_the_page() -> None:
     (axes,) = LineChart(POINTS, 256, "Bits per byte", 3.5).draw(None, "a title").axes
