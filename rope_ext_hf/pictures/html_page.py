@@ -70,7 +70,8 @@ th[colspan] {{ text-align: center; }} colgroup + colgroup {{ border-left: 1px so
 thead small {{ white-space: nowrap; }}
 tbody th {{ font-weight: 400; white-space: normal; max-width: {labels}rem; }}
 tbody th, thead tr:first-child > :first-child {{ text-align: left; padding-left: 0; }}
-.scrolls {{ overflow-x: auto; }}
+.scrolls {{ overflow-x: auto; }} .scrolls table {{ min-width: max-content; }}
+.scrolls :is(tbody th, thead tr:first-child > :first-child) {{ position: sticky; left: 0; background: Canvas; }}
 @media (prefers-color-scheme: dark) {{ img {{ filter: invert(.93) hue-rotate(180deg); }} }}
 .green {{ color: var(--green); }} .bold {{ font-weight: 600; }} .red {{ color: var(--red); }}
 details {{ margin: .8rem 0; }} summary {{ cursor: pointer; }} figure, tr {{ break-inside: avoid; }}
@@ -131,13 +132,14 @@ def html_table(table: Table | None) -> str:
     rows = [*zip(*[column.cells for column in table.columns], strict=True)]
     body = "".join([_row(heads, row) for row in rows])
     title, caption = [html.escape(printable(str(text or ""))) for text in (table.title, table.caption)]
-    names = [_in_a_line(text) for text in heads]
-    columns = [max(map(_rem, column), default=0.0) for column in zip(*[map(str, row) for row in rows], strict=True)]
-    columns = [max(widths) for widths in zip(columns, _head_widths(heads), strict=True)]
+    columns = [
+        max([width, *[_rem(str(cell)) for cell in column.cells]])
+        for width, column in zip(_head_widths(heads), table.columns, strict=True)
+    ]
     padding = 1.2 * len(columns) + 2.5  # of cells, then of the page, with a scroll bar
     needed = min(columns[0], _LABELS) + sum(columns[1:]) + padding
     fitting = next((width for width in _WIDTHS if width > needed), None)
-    cell = min(10.0, max([1.0, *columns[1:], *[0.8 * _rem(name) for name in names[1:]]]))
+    cell = min(10.0, max([1.0, *columns[1:], *[0.8 * _rem(_in_a_line(head)) for head in heads[1:]]]))
     drawn = (
         f'<table class="from-{fitting or _SCROLLS}" style="--cell: {cell:.1f}rem" aria-label="{title}">'
         f"{_heads(heads)}\n<tbody>{body}</tbody></table>"
@@ -155,11 +157,11 @@ def _groups(heads: Sequence[str]) -> list[list[str]]:
 def _heads(heads: Sequence[str]) -> str:
     """Return the head of a table as HTML: a row, or two rows and groups of columns where columns share a head."""
     groups = _groups(heads)
-    rows = 1 if len(groups) == len(heads) else 2
+    both_rows = "" if len(groups) == len(heads) else ' rowspan="2"'
     upper, lower = "", ""
     for group in groups:
         if len(group) == 1:
-            upper += f'<th scope="col" rowspan="{rows}">{_lines(group[0])}</th>'
+            upper += f'<th scope="col"{both_rows}>{_lines(group[0])}</th>'
             continue
         upper += f'<th scope="colgroup" colspan="{len(group)}">{_lines(group[0].partition(_BREAK)[0])}</th>'
         below = [_lines(head.partition(_BREAK)[2]) for head in group]
@@ -175,7 +177,7 @@ def _head_widths(heads: Sequence[str]) -> list[float]:
     widths = []
     for group in _groups(heads):
         for head in group:
-            name, *others = head.split("\n")
+            name, *others = head.split(_BREAK)
             words = max(_rem(word) for word in re.split(r"\s|(?<=-)", name)) / len(group)
             widths.append(max([words, *[0.84 * _rem(line) for line in others]]))
     return widths

@@ -132,7 +132,7 @@ class Comparison:
         """
         columns = [column for measure in self.measures for column in self._columns(measure, detailed)]
         cells_text = "".join(cell for _, cells in columns for cell in cells.values())
-        notes = []
+        notes = self._directions
         if "*" in cells_text:
             notes.append(BEST_NOTE)
         if BEYOND in cells_text:
@@ -144,6 +144,15 @@ class Comparison:
         for key, name in self.findings.names.items():
             view.add_row(Text(name), *(Text(cells.get(key, "")) for _, cells in columns))
         return view
+
+    @property
+    def _directions(self) -> list[str]:
+        """Lines that say by which measures higher or lower values are better, with the unit of each measure."""
+        names: dict[str, list[str]] = {"higher": [], "lower": []}
+        for measure in self.measures:
+            unit = f", {measure.unit}" if measure.unit and not measure.shares else ""
+            names["higher" if measure.higher_is_better else "lower"].append(f"{measure.name}{unit}")
+        return [f"{which} is better: {'; '.join(called)}" for which, called in names.items() if called]
 
     def _columns(self, measure: Measure, detailed: bool) -> list[tuple[str, Mapping[str, str]]]:
         """Return a measure's columns for the table: each with its head, and its cells by the keys of the methods."""

@@ -37,8 +37,13 @@ class Conclusion:
     best: str | None
     equal: tuple[str, ...]
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """The sentences as one paragraph."""
         return " ".join(self.sentences)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def conclude(findings: Findings) -> Conclusion:
