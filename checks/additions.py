@@ -378,7 +378,7 @@ def colour() -> None:
 def style() -> None:
     from rope_ext_hf.pictures.html_page import html_page
 
-    assert "max-width: 70rem" in html_page("A title", "A summary.")
+    assert "max-width: 66rem" in html_page("A title", "A summary.")
 
 
 # --- engines and servers --------------------------------------------------------------------------------------------
@@ -577,7 +577,7 @@ CHANGES = (
     ),
     Change("a colour of charts", "rope_ext_hf/pictures/drawing.py", colour, [("#3151ff", "#123456")]),
     Change(
-        "the style of pages", "rope_ext_hf/pictures/html_page.py", style, [("max-width: 62rem", "max-width: 70rem")]
+        "the style of pages", "rope_ext_hf/pictures/html_page.py", style, [("max-width: 62rem", "max-width: 66rem")]
     ),
     Change("a serving engine", f"{TOOLS}/engines/mlx_two.py", engine, at_end(mlx_two())),
     Change("what an engine does silently", f"{TOOLS}/engines/traps.toml", trap, at_end(TRAP)),

@@ -316,7 +316,7 @@ class DivergenceRuns(SpanRuns):
             f"both have the same likeliest token for {result.same_likeliest:.1%} of {result.tokens:,} tokens."
         )
         several = len(run.by_label) > 1
-        return replace(conclusion, text=f"{sentence} {conclusion.text}" if several else sentence)
+        return replace(conclusion, sentences=(sentence, *conclusion.sentences) if several else (sentence,))
 
 
 class _DivergenceMeasurement(SpanMeasurement[DocumentDivergence]):

@@ -120,6 +120,11 @@ class LineChart:
     logarithmic: bool = False  # whether the axis of values is logarithmic; values must be above 0 then
 
     @property
+    def adds_to_table(self) -> bool:
+        """True if there are more than two lengths: a line between two numbers says no more than a table of them."""
+        return len(self._lengths) > 2
+
+    @property
     def _lines(self) -> dict[str, Sequence[tuple[int, float]]]:
         return {name: row for name, row in self.points.items() if row}
 
@@ -291,6 +296,11 @@ class HeatMaps:
     """Cells by the method's label, then by depth and length; the place of a missing cell stays empty."""
     context_length: int  # the length in tokens that the unpatched model is for
     note: str  # a sentence that says what the maps show
+
+    @property
+    def adds_to_table(self) -> bool:
+        """True: colours by depth and length show at a glance where answers fail, which a table does not."""
+        return True
 
     @property
     def _depths(self) -> list[float]:

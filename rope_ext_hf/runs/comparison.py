@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -133,7 +132,7 @@ class Comparison:
         """
         columns = [column for measure in self.measures for column in self._columns(measure, detailed)]
         cells_text = "".join(cell for _, cells in columns for cell in cells.values())
-        notes = []
+        notes = self._directions
         if "*" in cells_text:
             notes.append(BEST_NOTE)
         if BEYOND in cells_text:
@@ -145,6 +144,15 @@ class Comparison:
         for key, name in self.findings.names.items():
             view.add_row(Text(name), *(Text(cells.get(key, "")) for _, cells in columns))
         return view
+
+    @property
+    def _directions(self) -> list[str]:
+        """Lines that say by which measures higher or lower values are better, with the unit of each measure."""
+        names: dict[str, list[str]] = {"higher": [], "lower": []}
+        for measure in self.measures:
+            unit = f", {measure.unit}" if measure.unit and not measure.shares else ""
+            names["higher" if measure.higher_is_better else "lower"].append(f"{measure.name}{unit}")
+        return [f"{which} is better: {'; '.join(called)}" for which, called in names.items() if called]
 
     def _columns(self, measure: Measure, detailed: bool) -> list[tuple[str, Mapping[str, str]]]:
         """Return a measure's columns for the table: each with its head, and its cells by the keys of the methods."""
@@ -223,7 +231,7 @@ class Comparison:
         """
         lengths = sorted({length for run in self.runs for length in run.lengths})
         texts = "; ".join(dict.fromkeys(what_was_read(run) for run in self.runs))
-        charts = [line_chart(self.findings, measure) for measure in self.measures]
+        charts = [chart for measure in self.measures if (chart := line_chart(self.findings, measure)).adds_to_table]
         widths = (WIDTH, WIDE) if len(charts) == 1 else (WIDTH,)
         agreement = html.html_table(self.agreement_table())
         page = html.html_page(
@@ -231,11 +239,11 @@ class Comparison:
             f"{texts}. The model is for {self.runs[0].meant_for}.",
             html.html_table(self.table()),
             html.side_by_side(chart.svg(*widths) for chart in charts),
-            html.paragraph(str(self.conclusion)),
             html.collapsed("The table with 95% confidence intervals", html.html_table(self.table(detailed=True))),
             differences_section(self.findings),
             html.collapsed("Do the measures agree?", agreement) if agreement else "",
             *map(_run_section, self.runs),
+            conclusion=self.conclusion.sentences,
         )
         return write_text(Path(path), page)
 
@@ -262,8 +270,8 @@ class Comparison:
             ImportError: matplotlib is not installed.
         """
         charts = [line_chart(self.findings, measure) for measure in self.findings.informative or self.measures]
-        first_sentence = re.split(r"(?<=\.) ", str(self.conclusion), maxsplit=1)[0]
-        return draw_side_by_side(charts, path, title or self._title, first_sentence)
+        verdict = "".join(self.conclusion.sentences[:1])
+        return draw_side_by_side(charts, path, title or self._title, verdict)
 
 
 def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -> _Agreement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,7 @@ def test_the_loss_of_the_answer_decides_where_nothing_is_answered(tmp_path: Path
         "Best at 256 tokens (4x): yarn x4, loss of the answer (needle) 1.420 nats per token and perplexity 4.66 "
     )
     page = together.write_page(tmp_path / "page.html").read_text("utf-8")
-    assert "Loss of the answer (needle), nats per token (lower is better)" in page
+    assert "lower is better: loss of the answer (needle), nats per token; perplexity\n" in page
 
 
 def test_prompts_of_one_text_are_one_item_of_the_loss(tmp_path: Path) -> None:
@@ -319,6 +320,28 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
         *("Exact match (needle), percent (higher is better)", "Perplexity (lower is better)")
     ]
     assert (tmp_path / "measures.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_has_the_verdict_and_one_table_of_all_measures(tmp_path: Path) -> None:
+    comparison = Comparison([losses(tmp_path, LOSSES), answers(tmp_path, ANSWERS)])
+    page = comparison.write_page(tmp_path / "page.html").read_text("utf-8")
+    shown = page[page.index("<h1>") : page.index("<details>")]  # without what a click opens
+    assert shown.count("<table ") == 1
+    verdict = '<p class="verdict">Best at 256 tokens (4x): yarn x4, exact match (needle) 85.0% and perplexity 4.66 '
+    assert shown.index("</h1>") < shown.index(verdict) < shown.index("<table ")
+    head = shown[shown.index("<thead>") : shown.index("</thead>")]
+    assert re.findall("<th[^>]*>([^<]+)</th>", head) == ["method", "exact match (needle)", "perplexity"]
+    assert re.findall("<small>([^<]+)</small>", head) == ["64 (1x)", "256 (4x)"] * 2
+    assert "higher is better: exact match (needle)\nlower is better: perplexity\n" in shown
+
+
+def test_measures_at_more_than_two_lengths_have_a_chart(tmp_path: Path) -> None:
+    longer = {name: row | {128: 2.0} for name, row in LOSSES.items()}
+    for values, charts in ((LOSSES, []), (longer, ["Perplexity"])):
+        comparison = Comparison([losses(tmp_path, values), answers(tmp_path, ANSWERS)])
+        page = comparison.write_page(tmp_path / "page.html").read_text("utf-8")
+        assert re.findall("<figcaption>([A-Z][a-z]+)", page) == charts
+        assert ('<div class="charts">' in page) is bool(charts)
 
 
 def test_labels_are_short_where_that_tells_methods_apart() -> None:

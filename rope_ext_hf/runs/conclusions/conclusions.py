@@ -28,14 +28,19 @@ class Conclusion:
     """The conclusion of one or several runs.
 
     Attributes:
-        text: one to four sentences; empty where nothing was measured.
+        sentences: one to four sentences, the verdict first; none where nothing was measured.
         best: the key of the best method, or of the first of several; None: the best method is not known.
         equal: the keys of the best method and of all that are not significantly different from it, the best one first.
     """
 
-    text: str
+    sentences: tuple[str, ...]
     best: str | None
     equal: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The sentences as one paragraph."""
+        return " ".join(self.sentences)
 
     def __str__(self) -> str:
         return self.text
@@ -46,7 +51,7 @@ def conclude(findings: Findings) -> Conclusion:
     lead = findings.lead
     if lead is None:
         sentences = _no_lead(findings)
-        return Conclusion(" ".join(sentences[:_MOST_SENTENCES]), None, ())
+        return Conclusion(tuple(sentences[:_MOST_SENTENCES]), None, ())
     sentences = _best(findings, lead)
     if lead != findings.loaded and not findings.all_alike:
         sentences += _beyond(findings, lead)
@@ -56,7 +61,7 @@ def conclude(findings: Findings) -> Conclusion:
     sentences += _reach(findings, lead)
     sentences += _missing(findings)
     sentences += [f"{capital(measure.name)}: {measure.flaw}." for measure in findings.deciding if measure.flaw]
-    return Conclusion(" ".join(sentences[:_MOST_SENTENCES]), lead, tuple(findings.unbeaten))
+    return Conclusion(tuple(sentences[:_MOST_SENTENCES]), lead, tuple(findings.unbeaten))
 
 
 # --- names and numbers ------------------------------------------------------------------------------------------------

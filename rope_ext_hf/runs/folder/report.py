@@ -63,9 +63,9 @@ def _page(run: Run[Any]) -> str:
     """Return the HTML page of a run."""
     settings, kind = run.settings, run.kind
     items = kind.counted_items(len(settings["items"]))
-    chart = "" if run.chart is None else run.chart.svg(WIDTH, WIDE)
+    chart = run.chart.svg(WIDTH, WIDE) if run.chart is not None and run.chart.adds_to_table else ""
     other_pictures = [path for path in plain_files(run.folder, "*.png") if path.name != f"{kind.name}.png"]
-    conclusion = str(run.conclusion) if run.results else "Nothing is finished yet."
+    conclusion = run.conclusion.sentences if run.results else ("Nothing is finished yet.",)
     table, detailed_table = html.html_table(run.table()), html.html_table(run.table(detailed=True))
     details = ""
     if detailed_table != table:
@@ -77,7 +77,6 @@ def _page(run: Run[Any]) -> str:
         table,
         chart,
         *map(_embedded, other_pictures),
-        html.paragraph(conclusion),
         details,
         differences_section(run.findings) if run.results else "",
         html.command_section("To repeat or continue it", *how_to_repeat(run.folder)),
@@ -86,6 +85,7 @@ def _page(run: Run[Any]) -> str:
             html.paragraph(_summary(run)),
             html.as_json(settings | {"methods": methods}),
         ),
+        conclusion=conclusion,
     )
 
 

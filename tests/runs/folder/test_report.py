@@ -102,7 +102,7 @@ def printed(run: Run[Any]) -> str:
 
 @pytest.mark.slow
 def test_every_file_is_written(tmp_path: Path) -> None:
-    run = a_run(tmp_path, RESULTS)
+    run = a_run(tmp_path, [result(n, loss, m) for m, loss in ((None, 2.0), (YARN, 1.5)) for n in (64, 128, 256)])
     write_files(run)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("differences.csv", "perplexity.png", "report.html", "results.csv", "results.json")
@@ -112,13 +112,13 @@ def test_every_file_is_written(tmp_path: Path) -> None:
     assert page.images == []  # a chart in the page's own colours instead
     assert page.tags.count("svg") == 2  # one for a phone and one for a wide window
     assert {"yarn x4", "unpatched"} <= set(page.drawn)
-    assert len(json.loads((run.folder / "results.json").read_text(encoding="utf-8"))["results"]) == 4
+    assert len(json.loads((run.folder / "results.json").read_text(encoding="utf-8"))["results"]) == 6
     with (run.folder / "results.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["method"], row["length"]) for row in rows] == [
-        *(("unpatched", "64"), ("unpatched", "128"), ("yarn x4", "64"), ("yarn x4", "128"))
+        (method, length) for method in ("unpatched", "yarn x4") for length in ("64", "128", "256")
     ]
-    assert [row["loss_increase_at_context_length_nats"] for row in rows] == ["", "", "-0.5", "-0.5"]
+    assert [row["loss_increase_at_context_length_nats"] for row in rows] == [""] * 3 + ["-0.5"] * 3
 
 
 @pytest.mark.slow
@@ -150,8 +150,8 @@ def test_a_run_of_retrieval_has_the_same_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [HOSTILE, HOSTILE_FILE, "$", "$$", r"\$", "$\\frac{", "x" * 5000])
 def test_any_name_can_be_shown(tmp_path: Path, name: str) -> None:
     method = {"method": name, "factor": 2.0}  # of a plug-in that is not installed here
-    results = [result(n, 2.0, m, ("one", name)) for m in (None, method) for n in (64, 128)]
-    run = a_run(tmp_path, [*results, result(256, math.nan, None, (name,))], model=name, data=name, device=name)
+    results = [result(n, 2.0, m, ("one", name)) for m in (None, method) for n in (64, 128, 256)]
+    run = a_run(tmp_path, [*results, result(512, math.nan, None, (name,))], model=name, data=name, device=name)
     write_files(run)
     page = Page(run.folder / "report.html")
     assert "script" not in page.tags
@@ -239,13 +239,15 @@ def test_only_plain_pictures_are_embedded(tmp_path: Path) -> None:
 
 
 def test_the_page_begins_with_a_conclusion(tmp_path: Path) -> None:
-    """Two documents are too few to compare methods, three are not."""
-    few = page_of(a_run(tmp_path, RESULTS)).text
-    assert "2 documents are too few to compare methods." in few
+    """Two documents are too few to compare methods, three are not. Two lengths need no chart."""
+    few = page_of(a_run(tmp_path, RESULTS))
+    assert "2 documents are too few to compare methods." in few.text
+    assert "svg" not in few.tags
     names = ("one", "two", "three")
     results = [result(n, loss, m, names) for m, loss in ((None, 2.0), (YARN, 1.5)) for n in (64, 128)]
-    text = page_of(a_run(tmp_path, results)).text
-    assert "Best at 128 tokens (2x): yarn x4, perplexity 4.48 (unpatched 7.39)." in text
+    page = page_of(a_run(tmp_path, results))
+    verdict = page.text.index("Best at 128 tokens (2x): yarn x4, perplexity 4.48 (unpatched 7.39).")
+    assert page.text.index("How well does model read 128 tokens?") < verdict < page.text.index("method")
 
 
 def test_results_beyond_the_extended_length_are_marked_everywhere(tmp_path: Path) -> None:

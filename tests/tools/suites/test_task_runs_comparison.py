@@ -47,14 +47,15 @@ def test_a_measure_at_luck_decides_nothing(tmp_path: Path) -> None:
 
 
 def test_the_page_and_the_json(tmp_path: Path) -> None:
-    comparison = Comparison([losses(tmp_path, LOSSES), answers(tmp_path, ANSWERS)])
+    longer = {name: row | {128: 2.0} for name, row in LOSSES.items()}
+    comparison = Comparison([losses(tmp_path, longer), answers(tmp_path, ANSWERS)])
     page = comparison.write_page(tmp_path / "page.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 2
-    order = ("How well", "<table", "<svg", "Best at", "<details", "(0.0% to", "Do the measures agree", "<pre>")
+    assert page.count("<svg") == 2  # of the perplexity, for a phone and for a wide window
+    order = ("How well", "Best at", "<table", "<svg", "<details", "(0.0% to", "Do the measures agree", "<pre>")
     assert (places := [page.index(text) for text in order]) == sorted(places)
     assert "http" not in page.replace("http://www.w3.org", "")
     values = json.loads(json.dumps(comparison.to_dict()))
     assert values["best"] == "yarn x4"
     assert values["measures"][0]["effective_lengths"]["unpatched"] == {"length": 64, "low": 64, "high": 64}
-    assert len(values["measures"][1]["values"]) == 8
+    assert len(values["measures"][1]["values"]) == 12
     assert comparison._repr_html_().startswith("<p>Best at 256")
