@@ -26,6 +26,7 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.files.whole": "read JSON, list folders; write whole or not at all; turn foreign errors into ours",
     "rope_ext_hf.hub": "find, read and load configs, models and tokenizers by name",
     "rope_ext_hf.files.gguf_files": "open GGUF files safely, and read the rotary embedding that they state",
+    "rope_ext_hf.checkpoints.files.weight_files": "read and write safetensors files, a part of a tensor at a time",
     "rope_ext_hf.checkpoints.folder_copies:unlike_copies": "compare a patched copy of a folder with its source",
     "rope_ext_hf.checkpoints.rows.reordering:reordered": "run a model with its rotated rows in the other pairing",
     # methods and parts of models
@@ -54,12 +55,14 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.reading.spans": "tokenise as evaluations do, and plan which tokens are read and scored",
     "rope_ext_hf.reading.protocols": "add a protocol, by which a document is cut into spans that are read and scored",
     "rope_ext_hf.reading.scorer": "losses, likelihoods and greedy answers of a model, in fixed memory",
+    "rope_ext_hf.reading.through.head_losses": "the head of a model, a part of the vocabulary at a time",
     "rope_ext_hf.reading.cost.memory": "estimate and check the memory that reading takes",
     "rope_ext_hf.reading.cost.forecast": "the forecast of a dry run",
     "rope_ext_hf.reading.cost.operations": "estimate the time of reading from the measured speed of a device",
     # runs
     "rope_ext_hf.runs.kinds": "add a kind of run: plan it, make results, show them",
     "rope_ext_hf.runs.measurement": "what a run reads, and how each item is scored",
+    "rope_ext_hf.runs.conclusions.conclusions:Conclusion": "the conclusion of a run",
     "rope_ext_hf.runs.conclusions.labels": "base class of results; keys and labels of methods",
     "rope_ext_hf.runs.conclusions.measures": "results as one number per method and length",
     "rope_ext_hf.runs.conclusions.statistics": "means and shares with 95% confidence intervals",
@@ -68,12 +71,14 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.runs.chosen_methods:apply_choice": "patch a model with the method that a user chose",
     "rope_ext_hf.runs.runner:Progress": "base class of listeners to the progress of a run",
     "rope_ext_hf.runs.folder.folder": "lock and read the folder of a run, and compare its settings",
+    "rope_ext_hf.runs.folder.journal": "read the values that a run has recorded",
     "rope_ext_hf.runs.folder.run_file": "write run.yaml, by which a run can be repeated",
     "rope_ext_hf.runs.folder.identity": "digests of what a run depends on; its results about one model",
     "rope_ext_hf.runs.folder.model_digest:model_digest": "a digest of a model's weights",
     # evaluations
     "rope_ext_hf.eval.questions": "base class of the arguments of measurements, and the questions of the library",
     "rope_ext_hf.eval.measuring:results_of": "make a function such as `perplexity` for a question of one's own",
+    "rope_ext_hf.eval.spans.span_measurement": "measure documents in spans of each context length, to build on",
     "rope_ext_hf.eval.spans.perplexity_measurement": "the losses of documents at each context length, to build on",
     "rope_ext_hf.eval.spans.perplexity_runs": "runs that measure perplexity, to build on",
 }

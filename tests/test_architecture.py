@@ -41,7 +41,7 @@ FLOORS = (
     ("cli",),
     ("__main__",),
     ("tools",),
-    ("tools.engines", "tools.modules", "tools.suites"),
+    ("tools.divergence", "tools.engines", "tools.modules", "tools.suites"),
     ("tools.serving",),
     ("tools.advice", "tools.servers", "tools.plugins", "tools.training"),
 )
