@@ -291,7 +291,7 @@ def test_functions_import_heavy_libraries_alone() -> None:
         for each in module.imports
         if each.inside
         and each.statement
-        and module.room not in ("cli", "__main__", "stopping")  # signals are handled before the command line is imported
+        and module.room not in ("cli", "__main__", "stopping")  # signals are handled before others are imported
         and module.path.name not in ("commands.py", "questions.py")
         and each.target.partition(".")[0] not in HEAVY
     ]
