@@ -34,28 +34,23 @@ from torch import Tensor
 from transformers.utils import logging
 
 import rope_ext_hf as rope
+from checks.losses import EQUAL, LONG, RESULT, WrongError, measured, require
 from rope_ext_hf.errors import LengthError, RopeExtError, one_line
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.patches.config_model import ConfigModel
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.rows.row_probe import pairing_of
-from rope_ext_hf.reading.scorer import TokenScorer
+from rope_ext_hf.tools.serving.config_model import ConfigModel
 from tests.support.every_model import Entry, build, data, entries, holds_rope, inputs
 from tests.support.method_examples import example_method
 from tests.support.two_turns import Opening, logits_of_whole_rows, opening, two_turns
 
 ROOT = Path(__file__).parent.parent
 LOG = ROOT / "build" / "coverage" / "log.jsonl"
-RESULT = ROOT / "docs" / "results" / "coverage.json"
 LIMIT = 240  # seconds for one class
-SHORT, LONG, DECODED = 24, 160, 4
-EQUAL = 2e-4
-"""The largest difference of two outputs that count as equal, in float32: stock angles are off by 1e-5 at 200 tokens."""
+SHORT, DECODED = 24, 4
 COLUMNS = ("static", "length-dependent", "remapping", "generate", "conversion", "measured")
 FIRST, LONG_FIRST, SECOND = 30, 90, 9
 """Tokens of the first prompt of a chat, and of the second; with a long first one it goes beyond the context length."""
-PROMPT, ANSWER, CHUNK = 100, 3, 37
-"""Tokens of a prompt and its answers, and of a chunk, which no window, state or chunk of attention divides."""
 BECAUSE = {
     "full-attention layers of this": "no layer that attends to everything rotates: only sliding-window layers do",
     "embedding that can be replaced": "cos and sin are no module of their own: built into the attention, or none",
@@ -102,15 +97,6 @@ BECAUSE = {
 }
 """What a page says of a refusal, by words of its message; the message itself where none of them is in it."""
 OTHER_PAIRING = {"half": "interleaved", "interleaved": "half"}
-
-
-class WrongError(AssertionError):
-    """A patched model that does something else than it must."""
-
-
-def require(holds: bool, what: str) -> None:
-    if not holds:
-        raise WrongError(what)
 
 
 @torch.no_grad()
@@ -380,35 +366,6 @@ def conversion(model: Any, entry: Entry) -> str:
     for name, value in model.state_dict().items():
         require(torch.equal(value, weights[name]), f"{name} is another one after conversion there and back")
     return ""
-
-
-def measured(model: Any, entry: Entry) -> str:
-    """Losses are those of an ordinary forward, in spans and of answers to prompts; the result says how it is read."""
-    ids = inputs(entry, LONG).get("input_ids", torch.arange(3, 90)[None])
-    scorer = TokenScorer(model, chunk=CHUNK)
-    losses = _ordinary_losses(model, ids[0])
-    far = float((scorer.losses(ids[0], 1) - losses).abs().max())
-    require(far < EQUAL, f"losses are off by {far:.2g}, read {scorer.reading}")
-    if scorer.by_layer:
-        found, layers = scorer.losses(ids[0], 1), scorer.reader.layers
-        scorer.reader.layers = None
-        require(torch.equal(scorer.losses(ids[0], 1), found), "losses read layer by layer are others")
-        scorer.reader.layers = layers
-    prompt = ids[0, :PROMPT]
-    answers = torch.stack([ids[0, PROMPT : PROMPT + ANSWER], ids[0, -ANSWER:]])
-    losses = torch.stack([_ordinary_losses(model, torch.cat([prompt, answer]))[-ANSWER:] for answer in answers])
-    for again in (False, True):
-        found, _ = scorer.candidates(prompt, answers, shared=PROMPT // 2, again=again)
-        far = float((found - losses).abs().max())
-        require(far < EQUAL, f"losses of answers are off by {far:.2g} ({again=}), read {scorer.reading}")
-    return "in chunks" if scorer.chunked else scorer.reading
-
-
-@torch.no_grad()
-def _ordinary_losses(model: Any, ids: Tensor) -> Tensor:
-    """(tokens - 1,), from the logits of one forward."""
-    logits = model(input_ids=ids[None], use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[1:], reduction="none")
 
 
 def each_method(model: Any, entry: Entry) -> dict[str, str]:

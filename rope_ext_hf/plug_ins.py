@@ -13,7 +13,7 @@ The tool box of this package (`rope_ext_hf.tools`) adds its parts in the same wa
 | rope_ext_hf.methods | a method | a class under `rope_ext_hf.register_method` |
 | rope_ext_hf.run_kinds | a kind of run, as run.json has it | a class under `rope_ext_hf.runs.kinds.register_run_kind` |
 | rope_ext_hf.readers | an engine, as `--engine` names it | a function that makes a plan read by the engine |
-| rope_ext_hf.token_choices | a way to choose the scored tokens | a function that makes a plan score them, too |
+| rope_ext_hf.evaluations | a name of `rope_ext_hf.eval`, or an option of `ppl` | it, or a function to change the plan |
 | rope_ext_hf.measurements | what was measured, as `describe` asks for it | a function that says it in a clause |
 | rope_ext_hf.engine_checks | a set of engines | a function that says which of them read a saved config alike |
 | rope_ext_hf.cards | a model card | a function that writes it into a folder |
@@ -28,7 +28,8 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, e
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.errors import RopeExtError, one_line
+from rope_ext_hf.errors import MethodError, RopeExtError, one_line
+from rope_ext_hf.installing import install_command
 
 
 @cache
@@ -71,6 +72,25 @@ def plug_in(group: str, name: str) -> Any:
     except Exception as error:  # whatever the code of another package raises
         owner = entry.dist.name if entry.dist is not None else entry.value
         raise RopeExtError(f"{name!r}, which the package {owner} adds, cannot be loaded: {one_line(error)}") from error
+
+
+def needed_plug_in(group: str, name: str, *, by: str = "") -> Any:
+    """Load and return a plug-in of the tool box.
+
+    Args:
+        group, name: as in `plug_in`; errors are those of `plug_in`, too.
+        by: what needs it, as the user wrote it; default: `name`.
+
+    Raises:
+        MethodError: the tool box is not installed.
+    """
+    loaded = plug_in(group, name)
+    if loaded is None:
+        raise MethodError(
+            f"{by or name} needs rope_ext_hf.tools, a part of this package that is not installed; install the package "
+            f"again: {install_command('', '--force-reinstall', '--no-deps')}"
+        )
+    return loaded
 
 
 def plug_ins(group: str) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from checks.coverage import RESULT, measure
+from checks.coverage import measure
+from checks.losses import RESULT
 from docs.figures.models import COLUMNS, _rotating
 from rope_ext_hf import list_methods
 from tests.support.every_model import Entry, entries

@@ -98,6 +98,7 @@ def test_a_folder_that_patch_writes_loads_with_transformers_alone(copy: Path, tm
     ("option", "said"),
     [
         (("--keys-by", "reference"), "keys_by needs rope_ext_hf.tools, a part of this package that is not installed"),
+        (("--store-states", "model"), "store_states needs rope_ext_hf.tools, a part of this package that is not"),
         (("--engine", "vllm"), "no package with engines for --engine is installed, got 'vllm'"),
     ],
     ids=lambda value: value[0],
@@ -108,6 +109,13 @@ def test_an_option_of_the_tool_box_is_refused_in_one_line(
     done = command(copy, tmp_path, "ppl", "reference", "--lengths", "64", *TEXT, *option, code=2)
     assert done.stderr.splitlines()[-1].startswith(f"rope-ext: {said}")
     assert "Traceback" not in done.stderr
+
+
+def test_a_stored_run_is_not_compared_with(copy: Path, tmp_path: Path) -> None:
+    done = command(copy, tmp_path, "ppl", "reference", "--against", "runs", code=2)
+    assert done.stderr.startswith("rope-ext: --against needs rope_ext_hf.tools, a part of this package that is not")
+    done = python(copy, "-c", "from rope_ext_hf.eval import perplexity, divergence", folder=tmp_path, code=1)
+    assert "\nImportError: rope_ext_hf.eval.divergence needs rope_ext_hf.tools, " in done.stderr
 
 
 def of_the_library(copy: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,18 @@ def plug_in_groups() -> str:
 
     head, _, *rows = [line.strip("| ").split(" | ") for line in str(plug_ins.__doc__).splitlines() if line[:1] == "|"]
     return markdown_table(head, [[f"`{group}`", *others] for group, *others in rows])
+
+
+@figure
+def floors() -> str:
+    """The modules and folders from the lowest floor up, as the contracts of import-linter have them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    lines = []
+    for contract in project["tool"]["importlinter"]["contracts"]:
+        folder = "".join(f"{each}." for each in contract.get("containers", ())).removeprefix("rope_ext_hf.")
+        for layer in reversed(contract.get("layers", ())):
+            lines.append(", ".join(f"{folder}{name}" for name in layer.split(" | ")))
+    return "\n\n```\n" + "\n".join(lines) + "\n```\n\n"
 
 
 def _classes(*, tool_box: bool) -> str:

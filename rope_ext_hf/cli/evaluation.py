@@ -20,7 +20,7 @@ from rope_ext_hf.cli.options import CONTINUES, DryRun, EvalOptions, Json, Model,
 from rope_ext_hf.cli.planned_runs import PlannedRun
 from rope_ext_hf.cli.run_progress import shown_progress
 from rope_ext_hf.errors import MethodError, short
-from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, PerplexityOrDivergence, Sweep
+from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, PplOptions, Sweep
 from rope_ext_hf.files.whole import json_text
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.options.method_choice import MethodChoice
@@ -137,7 +137,7 @@ class ReaderOptions(ProcessOptions):
 
 
 @command("Measure", interrupted=CONTINUES)
-def ppl(context: typer.Context, options: RunOptions, question: PerplexityOrDivergence, reader: ReaderOptions) -> None:
+def ppl(context: typer.Context, options: RunOptions, question: PplOptions, reader: ReaderOptions) -> None:
     """Measure perplexity by context length, under each method.
 
     All methods, and the unpatched model, are scored on the same tokens. With --against, the distributions of MODEL are

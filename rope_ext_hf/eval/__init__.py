@@ -7,19 +7,18 @@ from rope_ext_hf.eval import RopeHFLM      # needs lm-eval
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.lazy import lazy_names
+from rope_ext_hf.plug_ins import needed_plug_in
 
 if TYPE_CHECKING:
-    from rope_ext_hf.eval.divergence_runs import DivergenceResult as DivergenceResult
     from rope_ext_hf.eval.lm_eval.lm_eval_adapter import RopeHFLM as RopeHFLM
-    from rope_ext_hf.eval.measuring import divergence as divergence
     from rope_ext_hf.eval.measuring import measure as measure
     from rope_ext_hf.eval.measuring import passkey as passkey
     from rope_ext_hf.eval.measuring import perplexity as perplexity
     from rope_ext_hf.eval.measuring import sweep as sweep
-    from rope_ext_hf.eval.questions import Divergence as Divergence
     from rope_ext_hf.eval.questions import Passkey as Passkey
     from rope_ext_hf.eval.questions import Perplexity as Perplexity
     from rope_ext_hf.eval.questions import Sweep as Sweep
@@ -33,4 +32,23 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.run import Results as Results
     from rope_ext_hf.runs.run import Run as Run
 
-__all__, __getattr__, __dir__ = lazy_names(__name__)
+    Divergence: Any  # rope_ext_hf.tools has the types of these three
+    DivergenceResult: Any
+    divergence: Any
+
+_OF_TOOLS = ("Divergence", "DivergenceResult", "divergence")
+__all__, _own, __dir__ = lazy_names(__name__, *_OF_TOOLS)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of this package when it is first used.
+
+    Raises:
+        ImportError: the tool box, which has the name, is not installed.
+    """
+    if name not in _OF_TOOLS:
+        return _own(name)
+    try:
+        return needed_plug_in("evaluations", name, by=f"{__name__}.{name}")
+    except MethodError as error:
+        raise ImportError(str(error)) from error

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import did_you_mean
-from rope_ext_hf.eval.divergence_runs import DivergenceResult
-from rope_ext_hf.eval.questions import DEFAULT_METHODS, Divergence, LengthsQuestion, Passkey, Perplexity, Sweep
+from rope_ext_hf.eval.questions import DEFAULT_METHODS, LengthsQuestion, Passkey, Perplexity, Sweep
 from rope_ext_hf.eval.retrieval.retrieval_runs import Retrieval
 from rope_ext_hf.eval.spans.perplexity_runs import Result
 from rope_ext_hf.hub import load_empty, load_tokenizer
@@ -24,7 +23,6 @@ from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.options.questions import forward
 from rope_ext_hf.reading.larger.offloaded_weights import device_of_ids
 from rope_ext_hf.reading.text.documents import Corpus
-from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.runs.folder.run_file import RunFile, run_file
 from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.preflight import load_for_run
@@ -180,45 +178,6 @@ def passkey(
         UnsupportedModelError: the model gives NaN in place of losses.
     """
     return results_of(model, Passkey, options, progress)
-
-
-@forward(Divergence)
-def divergence(
-    model: PreTrainedModel | str | Path,
-    against: str | Path | Run[Any],
-    *,
-    progress: Callable[[int], object] | bool | None = None,
-    **options: Any,
-) -> Results[DivergenceResult]:
-    """Compare the distributions of a model with those of a run that has stored its last hidden states.
-
-    The model reads the tokens of that run. At each scored token, the distribution Q of the model is compared with P of
-    the run: by KL(P || Q) in nats, and by whether both have the same likeliest token. P is computed from the stored
-    states by the stored head, in the dtype of the run's model; softmax and divergence are computed in float32. No
-    tensor of the size length x vocabulary is made.
-
-    Args:
-        model: as `measure` takes it.
-        against: the folder of a perplexity run that was measured with `store_states`; or that run, whose first method
-            is compared with.
-        progress: called with the number of tokens read, after each pass; True: a bar of tqdm.
-        **options: fields of `Divergence`, and further arguments of `measure`: methods, out and others.
-
-    Returns:
-        One DivergenceResult per length, shortest first, as a list that a notebook shows as a table.
-
-    Raises:
-        CorpusError: the model has another vocabulary, or its tokenizer other tokens.
-        FileError: the folder holds no run with stored states, or a file in it is missing or damaged.
-        MethodError: the run has no such length, or no method with such a label.
-        UnsupportedModelError: the model is read whole, so that it gives no last hidden states.
-    """
-    if isinstance(against, Run):
-        if against.results:  # the folder may hold the states of further methods
-            label = read_run(against.folder).names[against.results[0].key]
-            options = {"against_method": label} | options
-        against = against.folder
-    return results_of(model, Divergence, options | {"against": against}, progress)
 
 
 @forward(Sweep)

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.errors import MethodError, short
-from rope_ext_hf.installing import install_command
 from rope_ext_hf.options.method_choice import MethodChoice
-from rope_ext_hf.options.questions import Argument, Question, anything, argument, several
-from rope_ext_hf.plug_ins import plug_in
+from rope_ext_hf.options.questions import Question, anything, argument, several
+from rope_ext_hf.plug_ins import needed_plug_in
 from rope_ext_hf.reading.protocols import protocol_help, resolve_protocol
 from rope_ext_hf.reading.text.load import check_name
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.measurement import RunPlan
     from rope_ext_hf.runs.run import Run
 
-__all__ = ["Divergence", "LengthsQuestion", "MeasureWith", "Passkey", "Perplexity", "Sweep"]
+__all__ = ["LengthsQuestion", "MeasureWith", "Passkey", "Perplexity", "PplOptions", "Sweep"]
 
 
 class MeasureWith(Protocol):
@@ -82,11 +81,6 @@ def _most_spans(value: Any) -> int | None:
 def _some_lengths(lengths: Any) -> tuple[int, ...] | None:
     """Return context lengths from an option or an argument; None stays None."""
     return None if lengths is None else tuple(parse_lengths(lengths))
-
-
-def _described(question: type[Question], name: str) -> Argument:
-    """Return the description of the field with this name."""
-    return next(described for field, described in question.described_fields() if field.name == name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,13 +211,7 @@ class Perplexity(LengthsQuestion):
         """
         if self.keys_by is None:
             return plan
-        choose = plug_in("token_choices", "keys_by")
-        if choose is None:
-            raise MethodError(
-                "keys_by needs rope_ext_hf.tools, a part of this package that is not installed; install the package "
-                f"again: {install_command('', '--force-reinstall', '--no-deps')}"
-            )
-        with_keys: RunPlan[Any] = choose(plan, self, measure_with)
+        with_keys: RunPlan[Any] = needed_plug_in("evaluations", "keys_by")(plan, self, measure_with)
         return with_keys
 
     def check_early(self) -> None:
@@ -233,39 +221,8 @@ class Perplexity(LengthsQuestion):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence(LengthsQuestion):
-    """Arguments for comparing the distributions of a model with those of a run that has stored its last hidden states.
-
-    The model reads the tokens of the run, so that text, protocol and targets are those of the run.
-    """
-
-    kind = "divergence"
-    command = "ppl"
-
-    lengths: tuple[int, ...] | Any | None = argument(
-        None,
-        "Some of the context lengths of the run. Default: all.",
-        parse=_some_lengths,
-        metavar="LENGTHS",
-    )
-    against: str | Any = argument(
-        MISSING,
-        "The folder of a run with --store-states. MODEL reads the same tokens, and each distribution is compared with "
-        "the stored one: KL divergence, and the share of tokens for which both have the same likeliest token. Text, "
-        "lengths and protocol are those of the run.",
-        parse=str,
-        metavar="FOLDER",
-    )
-    against_method: str | None = argument(
-        None,
-        "The method of that run to compare with, by its label, e.g. 'yarn x4'. Default: the first, unpatched.",
-        metavar="LABEL",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerplexityOrDivergence(Perplexity):
-    """The options of `ppl`: those of `Perplexity`, or of `Divergence` where `against` is given."""
+class PplOptions(Perplexity):
+    """The options of `ppl`: those of `Perplexity`, and the stored run to compare with (a tool, `Divergence`)."""
 
     PANEL = None
 
@@ -277,11 +234,17 @@ class PerplexityOrDivergence(Perplexity):
     )
     against: str | Any | None = argument(
         None,
-        _described(Divergence, "against").help,
+        "The folder of a run with --store-states. MODEL reads the same tokens, and each distribution is compared with "
+        "the stored one: KL divergence, and the share of tokens for which both have the same likeliest token. Text, "
+        "lengths and protocol are those of the run.",
         parse=lambda folder: None if folder is None else str(folder),
         metavar="FOLDER",
     )
-    against_method: str | None = argument(None, _described(Divergence, "against_method").help, metavar="LABEL")
+    against_method: str | None = argument(
+        None,
+        "The method of that run to compare with, by its label, e.g. 'yarn x4'. Default: the first, unpatched.",
+        metavar="LABEL",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -302,20 +265,19 @@ class PerplexityOrDivergence(Perplexity):
             stated: the names of the options that were given, also those with the value of their default.
 
         Raises:
-            MethodError: an option is given that the run named by `against` decides.
+            MethodError: an option is given that the run named by `against` decides, or the tool box is not installed.
         """
-        names = {field.name for field, _ in Divergence.described_fields()}
         if self.against is None:
-            fields = {field.name for field, _ in Perplexity.described_fields()}
-            return Perplexity(**{name: value for name, value in self.arguments.items() if name in fields})
-        others = {field.name for field, _ in self.described_fields()} - names
-        decided = sorted(others.intersection(stated))
+            return Perplexity(**Perplexity.apart(self.arguments)[0])
+        divergence: type[LengthsQuestion] = needed_plug_in("evaluations", "Divergence", by="--against")
+        arguments, others = divergence.apart(self.arguments)
+        decided = sorted(others.keys() & {*stated})
         if decided:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in decided)
             raise MethodError(
                 f"{options}: text, protocol and targets are those of the run that --against names; leave out {options}"
             )
-        return Divergence(**{name: value for name, value in self.arguments.items() if name in names})
+        return divergence(**arguments)
 
 
 @dataclass(frozen=True, kw_only=True)

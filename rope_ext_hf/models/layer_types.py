@@ -20,6 +20,8 @@ from rope_ext_hf.models.families import family, rope_keys
 from rope_ext_hf.models.family_settings import values_of
 from rope_ext_hf.models.patch_records import recorded_specs
 
+__all__ = ["SLIDING", "AttentionLayers", "LayerType"]
+
 SLIDING = frozenset({"sliding_attention", "chunked_attention", "window_attention", "hybrid_sliding"})
 """Layer types that never attend past their window, whatever their rotary embedding does."""
 _NOT_FULL = SLIDING | {"linear_attention", "conv", "moe", "mamba", "recurrent"}

@@ -12,6 +12,8 @@ from rope_ext_hf.models.family_settings import check_sizes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+__all__ = ["empty_model", "vocabulary_size"]
+
 
 def class_to_load(config: Any, auto_class: str | None = None) -> Any:
     """Return the class of transformers with which to load the model that a config describes.

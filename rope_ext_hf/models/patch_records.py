@@ -18,7 +18,7 @@ from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.engine_keys import former_keys
 
-__all__ = ["PATCH_KEY", "SAVED_KEYS", "PatchSpec", "checked_specs"]
+__all__ = ["PATCH_KEY", "SAVED_KEYS", "PatchSpec", "before_patches", "checked_specs", "recorded_specs", "saved_specs"]
 
 PATCH_KEY = "rope_ext_hf"
 """The config key of the record."""

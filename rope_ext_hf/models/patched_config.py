@@ -20,6 +20,8 @@ from rope_ext_hf.models.engine_keys import KEYS_FOR_OTHER_ENGINES, attention_fac
 from rope_ext_hf.models.families import Family, family, linear_is_extended
 from rope_ext_hf.models.patch_records import PATCH_KEY, SAVED_KEYS, PatchSpec
 
+__all__ = ["config_encoding", "softmax_scale", "write_settings"]
+
 _METHOD_KEYS = frozenset(
     {"rope_type", "type", "rope_theta", "factor", "attention_factor", "original_max_position_embeddings", "alpha"}
     | {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}

@@ -10,6 +10,8 @@ from huggingface_hub.dataclasses import strict
 from rope_ext_hf.files.whole import package_table
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 
+__all__ = ["Recipe", "find_recipe", "recipe_note", "recipe_warning"]
+
 
 @strict
 @dataclass(frozen=True, kw_only=True)

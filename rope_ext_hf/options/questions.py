@@ -129,6 +129,11 @@ class Question:
         fields = {name: value for name, value in passed.items() if name in names}
         return fields, {name: value for name, value in passed.items() if name not in names}
 
+    @classmethod
+    def help_of(cls, name: str) -> str:
+        """Return the help text of the field with this name."""
+        return next(described.help for item, described in cls.described_fields() if item.name == name)
+
     @property
     def arguments(self) -> dict[str, Any]:
         """The values of all fields by name."""

@@ -10,8 +10,6 @@ The door:
     held_lengths: the lengths at which `fixed_length` holds a model, whatever patch it has.
     whole_models: extend the patch of a part to the model around it, before that is saved.
     stand_in: try a patch on a small random model, where the weights are not at hand.
-    config_model: plan a patch for a model that is known by its config alone.
-    class_rotary: the frequencies that the model's own class computes from a config.
 
 The rooms behind it:
     slots: the rotary modules of a model, and what stands in their place.

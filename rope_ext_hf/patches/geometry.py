@@ -24,6 +24,8 @@ from rope_ext_hf.patches.rows.row_probe import pairing_of
 from rope_ext_hf.patches.slots.patched_slot import Slot, present_specs
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 
+__all__ = ["BaseRope", "base_rope_of_config", "bind_to", "rope_of_config", "rope_of_layers", "stated_length"]
+
 _OVER = ("own", "original", "patched")
 """Values of `over`: a patch extends the model as loaded, the model without its own scaling, or the present patch."""
 

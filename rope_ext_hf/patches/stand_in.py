@@ -30,6 +30,8 @@ from rope_ext_hf.patches.slots.slot_finding import rotary_modules
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+__all__ = ["refusal", "stand_in"]
+
 
 @lru_cache(maxsize=4)
 def stand_in(config: str) -> PreTrainedModel | None:

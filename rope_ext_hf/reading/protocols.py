@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import MethodError, entry
 
-__all__ = ["ProtocolOptions", "Span", "register_protocol"]
+__all__ = ["PROTOCOLS", "ProtocolOptions", "Span", "register_protocol", "resolve_protocol"]
 
 
 class Span(NamedTuple):

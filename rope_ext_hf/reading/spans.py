@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EvalPlan",
+    "Pass",
     "check_prompts",
     "check_vocabulary",
     "encode",

@@ -24,7 +24,7 @@ from rope_ext_hf.runs.run import RunDisplay
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["RunKind", "register_run_kind"]
+__all__ = ["RunKind", "register_run_kind", "run_kind"]
 
 K = TypeVar("K", bound="type[RunKind]")
 

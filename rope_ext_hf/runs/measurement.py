@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["Cell", "Measurement", "Passed", "RunPlan", "Scored", "Value"]
+__all__ = ["Cell", "Measurement", "Passed", "RunContents", "RunPlan", "Scored", "Value"]
 
 T = TypeVar("T")
 M_co = TypeVar("M_co", bound="Measurement", covariant=True)

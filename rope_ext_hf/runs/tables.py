@@ -19,7 +19,7 @@ from rope_ext_hf.runs.conclusions.findings import Findings
 from rope_ext_hf.runs.conclusions.measures import Measure, perplexity_text
 from rope_ext_hf.runs.run import Run
 
-__all__ = ["BEYOND", "beyond_mark", "length_table", "two_column_table"]
+__all__ = ["BEST_NOTE", "BEYOND", "beyond_mark", "length_table", "two_column_table"]
 
 BEYOND = "\u2020"
 """The mark (a dagger) of a value at a length beyond the one that the method was set for."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import rope_ext_hf as rope
-from checks.coverage import EQUAL, RESULT, measured
+from checks.losses import EQUAL, RESULT, measured
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.through import chunked_reader
 from rope_ext_hf.reading.through.span_cache import SpanCache, StoringCache

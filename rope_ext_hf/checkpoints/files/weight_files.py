@@ -26,6 +26,8 @@ from rope_ext_hf.checkpoints.files.torch_files import MAX_DIMS, locate_tensors
 from rope_ext_hf.errors import CheckpointError, one_line
 from rope_ext_hf.files.whole import parse_json_object
 
+__all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "SafetensorsFile", "TensorInfo", "safetensors_header", "tensor_bytes"]
+
 # By their names in safetensors, see Dtype in https://github.com/huggingface/safetensors.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16},

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, MethodError
+from rope_ext_hf.errors import CorpusError
 from rope_ext_hf.eval.spans.span_measurement import SpanMeasurement, first_scored, grouped
-from rope_ext_hf.eval.states_files import stored_bytes
-from rope_ext_hf.eval.states_writer import StatesWriter
 from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Pass, Setting
-from rope_ext_hf.runs.conclusions.labels import Method
 from rope_ext_hf.runs.measurement import Cell, Passed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 __all__ = ["DocumentLoss", "PerplexityMeasurement"]
 
@@ -88,9 +81,6 @@ class PerplexityMeasurement(SpanMeasurement[DocumentLoss]):
         plan: the documents, and the spans (pieces of text) that are read and scored.
         keys: for each document a mask of its key tokens, (tokens,) bool; None: no key tokens are looked for.
         keys_from: the model that chose the key tokens, and how, in words.
-        states: the dtype in which last hidden states are stored in the run's folder: "model" (that of the model),
-            "float16" or "float32"; "": they are not stored.
-        names: the digest of the names of the tokens, which is stored beside them, see `stored_states.token_names`.
 
     Raises:
         CorpusError: no scored token is a key token.
@@ -98,21 +88,11 @@ class PerplexityMeasurement(SpanMeasurement[DocumentLoss]):
 
     kind = "perplexity"
 
-    def __init__(
-        self,
-        plan: EvalPlan,
-        keys: Sequence[Tensor] | None = None,
-        keys_from: str = "",
-        *,
-        states: str = "",
-        names: str = "",
-    ) -> None:
+    def __init__(self, plan: EvalPlan, keys: Sequence[Tensor] | None = None, keys_from: str = "") -> None:
         super().__init__(plan)
-        self.keys, self.keys_from, self.states, self.names = keys, keys_from, states, names
-        self.takes_outputs = bool(states)
-        self._writer: StatesWriter | None = None
+        self.keys = keys
         targets, stride, bos = plan.options.targets, plan.options.stride, bool(plan.prefix)
-        self.setting = Setting(plan.protocol.name, targets, stride, bos, plan.left_out, keys_from, states, plan.note)
+        self.setting = Setting(plan.protocol.name, targets, stride, bos, plan.left_out, keys_from, note=plan.note)
         if keys is not None and not self._scores_a_key_token(keys):
             raise CorpusError(
                 f"none of the scored tokens is a key token ({keys_from}), so LongPPL has no value; give longer text or "
@@ -121,46 +101,7 @@ class PerplexityMeasurement(SpanMeasurement[DocumentLoss]):
 
     def with_keys(self, keys: Sequence[Tensor], keys_from: str) -> PerplexityMeasurement:
         """Return the same measurement with key tokens; the arguments are those of the class."""
-        return PerplexityMeasurement(self.plan, keys, keys_from, states=self.states, names=self.names)
-
-    def stored_bytes(self, model: PreTrainedModel, dtype: torch.dtype, methods: int) -> int:
-        """Return the bytes that the last hidden states take, if they are stored, see `Measurement.stored_bytes`."""
-        return stored_bytes(model, self.plan, self.states, dtype, methods) if self.states else 0
-
-    def begin(self, folder: Path | None, method: Method, scorer: TokenScorer) -> None:
-        """Get ready to store the last hidden states under a method, if they are stored.
-
-        Raises:
-            MethodError: the run is without files.
-            UnsupportedModelError: the model has no hidden states that could be stored.
-        """
-        if not self.states:
-            return
-        if folder is None:
-            raise MethodError("store_states needs the folder of a run, in which states are stored; give out=...")
-        scorer.check_outputs()
-        self._writer = StatesWriter(
-            folder,
-            method,
-            self.plan,
-            text=self.fingerprint(),
-            names=self.names,
-            dtype=self.states,
-            model=scorer.model,
-            head=scorer.head,
-        )
-
-    def measure_items(
-        self, scorer: TokenScorer, missing: Iterable[tuple[int, Sequence[Cell]]], progress: Passed
-    ) -> Iterator[tuple[int, Cell, DocumentLoss, Cost]]:
-        """Score documents at some lengths; where states are stored, those of a document and length are on disk first.
-
-        See `SpanMeasurement.measure_items`.
-        """
-        for item, cell, loss, cost in super().measure_items(scorer, missing, progress):
-            if self._writer is not None:
-                self._writer.finish(item, int(cell[0]))
-            yield item, cell, loss, cost
+        return PerplexityMeasurement(self.plan, keys, keys_from)
 
     def _scores_a_key_token(self, keys: Sequence[Tensor]) -> bool:
         """Return whether any scored token is a key token.
@@ -192,7 +133,7 @@ class PerplexityMeasurement(SpanMeasurement[DocumentLoss]):
         self, scorer: TokenScorer, batch: Sequence[tuple[int, Pass]], progress: Passed
     ) -> tuple[list[list[DocumentLoss]], Cost]:
         """Read some passes together, and return the losses of their spans, see `SpanMeasurement.score`."""
-        nats_of_passes = _float64(self._losses(scorer, batch))
+        nats_of_passes = _float64(self.losses(scorer, batch))
         cost = scorer.take_cost()
         recent_nats = self._recent_losses(scorer, batch, progress)
         losses = []
@@ -208,18 +149,9 @@ class PerplexityMeasurement(SpanMeasurement[DocumentLoss]):
             )
         return losses, cost
 
-    def _losses(self, scorer: TokenScorer, batch: Sequence[tuple[int, Pass]]) -> list[Tensor]:
-        """Return the losses of the scored tokens of some passes, and store the hidden states that predict them."""
-        texts, length, writer = self.texts(batch), batch[0][1].context, self._writer
-        if writer is None:
-            return scorer.losses_together(texts, length=length)
-
-        def use(number: int, begin: int, outputs: Tensor, targets: Tensor) -> Tensor:
-            item, one_pass = batch[number]
-            writer.put(item, one_pass, begin, outputs)
-            return scorer.head.losses(outputs, targets).cpu()
-
-        return [torch.cat(parts) for parts in scorer.outputs_together(texts, use, length=length)]
+    def losses(self, scorer: TokenScorer, batch: Sequence[tuple[int, Pass]]) -> Sequence[Tensor]:
+        """Return the losses of the scored tokens of each pass in nats, each (tokens,) float32; arguments as `score`."""
+        return scorer.losses_together(self.texts(batch), length=batch[0][1].context)
 
     def _recent_losses(
         self, scorer: TokenScorer, batch: Sequence[tuple[int, Pass]], progress: Passed

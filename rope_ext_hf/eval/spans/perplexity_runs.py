@@ -15,11 +15,11 @@ from rope_ext_hf.errors import MethodError, capital, printable, short
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity, Sweep
 from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss, PerplexityMeasurement
 from rope_ext_hf.eval.spans.span_measurement import SpanRuns
-from rope_ext_hf.eval.states_files import head_of, token_names
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.pictures.charts import Chart
+from rope_ext_hf.plug_ins import needed_plug_in
 from rope_ext_hf.reading.protocols import PROTOCOLS, check_lengths, resolve_protocol
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.reading.spans import Setting, prepare
@@ -468,11 +468,13 @@ def _plan(
     if question.unit == "bits" and not all(document.ends for document, _ in plan.documents):
         raise _no_bytes()
     name = question.data_name or documents.source
-    states, names = question.store_states or "", ""
-    if states:
-        names = token_names(model, tokenizer, plan)
-        head_of(model)  # raises an error where the states could not be stored
-    return RunPlan(PerplexityMeasurement(plan, states=states, names=names), name, unit=question.unit, **settings)
+    run_plan = RunPlan(PerplexityMeasurement(plan), name, unit=question.unit, **settings)
+    if question.store_states is None:
+        return run_plan
+    storing: RunPlan[PerplexityMeasurement] = needed_plug_in("evaluations", "store_states")(
+        run_plan, question, model, tokenizer
+    )
+    return storing
 
 
 def _no_bytes() -> MethodError:

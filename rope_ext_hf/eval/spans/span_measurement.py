@@ -18,6 +18,8 @@ from rope_ext_hf.runs.kinds import RunKind
 from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, Scored, Value
 from rope_ext_hf.runs.run import Run
 
+__all__ = ["SpanMeasurement", "SpanRuns", "scored_parts"]
+
 T = TypeVar("T")
 
 

@@ -18,6 +18,8 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.models.layer_types import LayerType
 from rope_ext_hf.rotary.embedding import Layout
 
+__all__ = ["ClassAngles", "softmax_multiple"]
+
 
 class ClassAngles:
     """A copy of a model's rotary module, ready to be run.

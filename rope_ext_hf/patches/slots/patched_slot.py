@@ -26,7 +26,7 @@ from rope_ext_hf.patches.slots.patch_state import PatchState
 from rope_ext_hf.patches.slots.slot_rotary import rotary_for_slot
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 
-__all__ = ["patch_state", "present_specs"]
+__all__ = ["first_scaled", "patch_state", "present_specs"]
 
 
 @dataclass(frozen=True)

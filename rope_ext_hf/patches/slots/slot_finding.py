@@ -24,6 +24,8 @@ from rope_ext_hf.patches.slots.layout_probe import AngleLayout, probe_layout
 from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, Slot, check_filled, check_is_model, patched_slots
 from rope_ext_hf.patches.slots.slot_refusals import no_config, no_rotary_module, reads_no_tokens
 
+__all__ = ["find_slots", "rotary_modules"]
+
 _TABLE_ROWS_COMPARED = 512
 """Positions up to which a table of angles is compared with the config."""
 

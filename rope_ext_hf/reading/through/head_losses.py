@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+__all__ = ["Finishing", "HeadLosses", "RunningSoftmax", "is_linear_head"]
+
 _CPU_CACHE = 8 * 2**20
 """Bytes of logits at a time on a CPU, which stay in its cache; the speed hardly differs from 2 MB to 26 MB."""
 

@@ -23,6 +23,8 @@ from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.conclusions.labels import method_key
 from rope_ext_hf.runs.measurement import Cell, RunContents, Value, cell_from_json
 
+__all__ = ["GO_ON", "read_plain", "read_records"]
+
 _JOURNALS = "records.*.jsonl"
 _CHUNKS = "chunks.json"
 GO_ON = "make room, and the same command goes on where this one stopped"

@@ -19,13 +19,13 @@ from rope_ext_hf.hub import model_folder
 from rope_ext_hf.models.config_keys import rope_settings, text_settings, unread_settings
 from rope_ext_hf.models.patch_records import PATCH_KEY, checked_specs
 from rope_ext_hf.options.questions import command_line
-from rope_ext_hf.patches.class_rotary import ClassRotary, check_described
 from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
 from rope_ext_hf.tools.engines.base import Engine, NotCheckedError, list_engines, reference_engine
 from rope_ext_hf.tools.engines.comparison import Expected, engine_difference, expected_numbers
 from rope_ext_hf.tools.engines.gguf_rules import ARCHITECTURES, OF_SLIDING_LAYERS, file_computes
 from rope_ext_hf.tools.engines.keys import Computed, length_setting
 from rope_ext_hf.tools.engines.vllm import HF_FORMAT, of_mistral_params
+from rope_ext_hf.tools.serving.class_rotary import ClassRotary, check_described
 from rope_ext_hf.tools.serving.configs import refuse_adapter
 
 

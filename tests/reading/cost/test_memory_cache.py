@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checks.coverage import RESULT
+from checks.losses import RESULT
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.reading.cost.memory import cached_bytes, estimate_memory
 from rope_ext_hf.reading.cost.operations import estimate_flops

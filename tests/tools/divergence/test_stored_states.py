@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FileError, MethodError, UnsupportedModelError
 from rope_ext_hf.eval import Perplexity, divergence, measure, perplexity
-from rope_ext_hf.eval.states_files import FORMAT, first_checksum, stored_bytes
-from rope_ext_hf.eval.stored_states import StoredStates
 from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.runs.conclusions.labels import method_key
 from rope_ext_hf.runs.folder.folder import read_run
+from rope_ext_hf.tools.divergence.states_files import FORMAT, first_checksum, stored_bytes
+from rope_ext_hf.tools.divergence.stored_states import StoredStates
 from tests.support.commands import run
 from tests.support.forks import kill_when, run_command
 from tests.support.models import build

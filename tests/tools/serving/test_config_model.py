@@ -7,8 +7,8 @@ import torch
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.patches.config_model import ConfigModel
 from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.tools.serving.config_model import ConfigModel
 from tests.support.every_model import tiny
 from tests.support.models import build
 

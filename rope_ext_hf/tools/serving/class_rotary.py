@@ -15,8 +15,6 @@ from rope_ext_hf.patches.slots.class_angles import ClassAngles, softmax_multiple
 from rope_ext_hf.patches.slots.patched_slot import first_scaled
 from rope_ext_hf.patches.slots.slot_finding import find_slots, rotary_modules
 
-__all__ = ["ClassRotary", "check_described"]
-
 
 def check_described(config: Mapping[str, Any]) -> None:
     """Check that the values of a config.json describe a rotary embedding, before any class reads them.

@@ -26,11 +26,11 @@ from rope_ext_hf.eval import (
     perplexity,
     read_run,
 )
-from rope_ext_hf.eval.divergence_runs import DivergenceRuns, DivergenceSetting, DocumentDivergence
-from rope_ext_hf.eval.questions import PerplexityOrDivergence
+from rope_ext_hf.eval.questions import PplOptions
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.reading.through import chunk_check
+from rope_ext_hf.tools.divergence.divergence_runs import DivergenceRuns, DivergenceSetting, DocumentDivergence
 from tests.support.byte_tokenizers import byte_tokenizer
 from tests.support.dispatch import LargestTensor
 from tests.support.models import build
@@ -337,9 +337,9 @@ def test_a_model_that_is_read_whole_is_refused(folder: Path, tmp_path: Path) -> 
 
 
 def test_options_that_the_run_decides_are_refused() -> None:
-    options = PerplexityOrDivergence(against="folder", data="stdlib")
+    options = PplOptions(against="folder", data="stdlib")
     assert options.chosen({"against"}) == Divergence(against="folder")
     with pytest.raises(MethodError, match="--data, --targets: text, protocol and targets are those of the run"):
         options.chosen({"against", "data", "targets"})
     with pytest.raises(MethodError, match="--lengths is missing"):
-        PerplexityOrDivergence()
+        PplOptions()

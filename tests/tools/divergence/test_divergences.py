@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.reading.divergences import divergences
 from rope_ext_hf.reading.through.head_losses import Finishing, HeadLosses
+from rope_ext_hf.tools.divergence.divergences import divergences
 from tests.support.dispatch import LargestTensor
 
 VOCABULARY = 2600  # parts of 1,024 leave a rest

@@ -22,7 +22,18 @@ from torch import Tensor, nn
 
 from rope_ext_hf.checkpoints.files.weight_files import TORCH_DTYPES, SafetensorsFile, TensorInfo
 from rope_ext_hf.errors import CheckpointError, FileError, MethodError, listed, printable, short
-from rope_ext_hf.eval.states_files import (
+from rope_ext_hf.files.whole import disk_errors, parse_json_object
+from rope_ext_hf.reading.protocols import ProtocolOptions, Span, resolve_protocol
+from rope_ext_hf.reading.spans import EvalPlan
+from rope_ext_hf.reading.text.documents import Tokens
+from rope_ext_hf.reading.through.head_losses import Finishing, HeadLosses
+from rope_ext_hf.runs.conclusions.labels import Method, method_key
+from rope_ext_hf.runs.folder.folder import read_run
+from rope_ext_hf.runs.folder.journal import read_plain, read_records
+from rope_ext_hf.runs.kinds import run_kind
+from rope_ext_hf.runs.measurement import RunContents
+from rope_ext_hf.runs.run import Run
+from rope_ext_hf.tools.divergence.states_files import (
     BLOCK,
     CHECKSUM,
     DESCRIPTION,
@@ -40,17 +51,6 @@ from rope_ext_hf.eval.states_files import (
     stretches,
     tokens_digest,
 )
-from rope_ext_hf.files.whole import disk_errors, parse_json_object
-from rope_ext_hf.reading.protocols import ProtocolOptions, Span, resolve_protocol
-from rope_ext_hf.reading.spans import EvalPlan
-from rope_ext_hf.reading.text.documents import Tokens
-from rope_ext_hf.reading.through.head_losses import Finishing, HeadLosses
-from rope_ext_hf.runs.conclusions.labels import Method, method_key
-from rope_ext_hf.runs.folder.folder import read_run
-from rope_ext_hf.runs.folder.journal import read_plain, read_records
-from rope_ext_hf.runs.kinds import run_kind
-from rope_ext_hf.runs.measurement import RunContents
-from rope_ext_hf.runs.run import Run
 
 if TYPE_CHECKING:
     pass

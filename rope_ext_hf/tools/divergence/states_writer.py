@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from rope_ext_hf.checkpoints.files.weight_files import DTYPE_NAMES, TensorInfo, safetensors_header, tensor_bytes
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.spans.span_measurement import scored_parts
-from rope_ext_hf.eval.states_files import (
+from rope_ext_hf.files.whole import atomic_file, check_room, disk_errors, fsync_path, read_json, write_text
+from rope_ext_hf.reading.spans import EvalPlan, Pass
+from rope_ext_hf.reading.through.head_losses import Finishing, HeadLosses
+from rope_ext_hf.runs.conclusions.labels import Method
+from rope_ext_hf.runs.folder.journal import GO_ON
+from rope_ext_hf.tools.divergence.states_files import (
     BLOCK,
     CHECKSUM,
     DESCRIPTION,
@@ -34,11 +39,6 @@ from rope_ext_hf.eval.states_files import (
     tokens_digest,
     tokens_read,
 )
-from rope_ext_hf.files.whole import atomic_file, check_room, disk_errors, fsync_path, read_json, write_text
-from rope_ext_hf.reading.spans import EvalPlan, Pass
-from rope_ext_hf.reading.through.head_losses import Finishing, HeadLosses
-from rope_ext_hf.runs.conclusions.labels import Method
-from rope_ext_hf.runs.folder.journal import GO_ON
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,18 @@ def test_options_that_do_not_go_together_are_refused(options: tuple[str, ...]) -
     assert code == 2
     assert out == ""
     assert REFUSED[options] in " ".join(err.split())
+
+
+@pytest.mark.slow
+def test_a_run_that_stores_and_compares_nothing_imports_none_of_it(tmp_path: Path) -> None:
+    command = ["ppl", "reference", "--lengths", "64", "--max-spans", "1", "--out", str(tmp_path)]
+    code = (
+        f"import sys; from rope_ext_hf.cli.app import main; sys.argv[1:] = {command!r}\n"
+        "try: main()\n"
+        "finally: assert not [name for name in sys.modules if name.startswith('rope_ext_hf.tools.divergence')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    assert len(list(tmp_path.glob("*-perplexity-*"))) == 1
 
 
 def test_an_engine_gives_no_states(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import rope_ext_hf as rope
-from rope_ext_hf.patches.class_rotary import ClassRotary
 from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.tools.serving.class_rotary import ClassRotary
 from tests.support.models import build
 
 

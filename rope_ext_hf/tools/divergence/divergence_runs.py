@@ -19,20 +19,15 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, listed, printable, short
-from rope_ext_hf.eval.questions import Divergence
 from rope_ext_hf.eval.spans.span_measurement import SpanMeasurement, SpanRuns, scored_parts
-from rope_ext_hf.eval.states_files import token_names
-from rope_ext_hf.eval.stored_states import StoredStates
 from rope_ext_hf.files.whole import json_digest
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.options.method_choice import MethodChoice
-from rope_ext_hf.reading.divergences import divergences
 from rope_ext_hf.reading.protocols import PROTOCOLS, Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import Pass, check_prompts, check_vocabulary
 from rope_ext_hf.reading.through.head_losses import HeadLosses
-from rope_ext_hf.runs.chosen_methods import resolve_choice
-from rope_ext_hf.runs.conclusions.conclusions import Conclusion, conclude
+from rope_ext_hf.runs.conclusions.conclusions import Conclusion
 from rope_ext_hf.runs.conclusions.labels import Method, MethodResult, label
 from rope_ext_hf.runs.conclusions.measures import Evidence, Measure, exponential, perplexity_text
 from rope_ext_hf.runs.conclusions.statistics import Estimate, estimate
@@ -41,6 +36,10 @@ from rope_ext_hf.runs.kinds import register_run_kind
 from rope_ext_hf.runs.measurement import Cell, Passed, RunPlan
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.tables import BEST_NOTE, beyond_mark, length_table
+from rope_ext_hf.tools.divergence.divergences import divergences
+from rope_ext_hf.tools.divergence.questions import Divergence
+from rope_ext_hf.tools.divergence.states_files import token_names
+from rope_ext_hf.tools.divergence.stored_states import StoredStates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -187,7 +186,8 @@ class DivergenceRuns(SpanRuns):
     def fit(self, question: Divergence, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
         """Return the question (the arguments) and the methods, fitted to the longest length of the stored run."""
         lengths = question.lengths or [int(length) for length, *_ in read_run(question.against).settings["cells"]]
-        return question, resolve_choice(methods, model, max(lengths))
+        _, resolved = super().fit(replace(question, lengths=lengths), model, methods)
+        return question, resolved
 
     def plan(
         self, question: Divergence, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
@@ -307,7 +307,7 @@ class DivergenceRuns(SpanRuns):
         """Return the conclusion: how close the first method is to the stored run, and which method is the closest."""
         first = next(iter(run.by_label.values()))
         result = max(first, key=lambda result: result.length)
-        conclusion = conclude(run.findings)
+        conclusion = super().conclude(run)
         name = "the unpatched model" if result.key == run.findings.loaded else label(result.method)
         reference = short(printable(result.setting.reference))
         kl = Estimate(result.kl, result.kl_low, result.kl_high, len(result.documents)).text(_number)
@@ -353,6 +353,10 @@ class _DivergenceMeasurement(SpanMeasurement[DocumentDivergence]):
             left_out=self.plan.left_out,
         )
         self._head: HeadLosses | None = None
+
+    @property
+    def computed_by(self) -> tuple[str, ...]:
+        return (*super().computed_by, divergences.__module__, StoredStates.__module__, token_names.__module__)
 
     def digested(self, cell: Cell) -> Iterable[bytes]:
         """Return the bytes that identify what is read at one context length, and the stored run, for a digest."""

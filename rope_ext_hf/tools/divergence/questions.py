@@ -1,0 +1,30 @@
+"""The arguments with which the distributions of a model are compared with those of a stored run."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from rope_ext_hf.bounds import parse_lengths
+from rope_ext_hf.eval.questions import LengthsQuestion, PplOptions
+from rope_ext_hf.options.questions import argument
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence(LengthsQuestion):
+    """Arguments for comparing the distributions of a model with those of a run that has stored its last hidden states.
+
+    The model reads the tokens of the run, so that text, protocol and targets are those of the run.
+    """
+
+    kind = "divergence"
+    command = "ppl"
+
+    lengths: tuple[int, ...] | Any | None = argument(
+        None,
+        "Some of the context lengths of the run. Default: all.",
+        parse=lambda lengths: None if lengths is None else tuple(parse_lengths(lengths)),
+        metavar="LENGTHS",
+    )
+    against: str | Any = argument(MISSING, PplOptions.help_of("against"), parse=str, metavar="FOLDER")
+    against_method: str | None = argument(None, PplOptions.help_of("against_method"), metavar="LABEL")
