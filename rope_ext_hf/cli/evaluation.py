@@ -331,7 +331,8 @@ def _print_run(run: Run[Any], as_json: bool) -> None:
         if text := str(run.conclusion):
             print_text(f"\n{wrapped(text)}\n")
     print_text(f"results  {run.folder / 'results.csv'}\nreport   {run.folder / 'report.html'}")
-    if run.chart is not None and not (run.folder / f"{run.kind.name}.png").exists():
+    has_picture = run.chart is not None and run.chart.adds_to_table
+    if has_picture and not (run.folder / f"{run.kind.name}.png").exists():
         print_text(f"picture  none, because matplotlib is not installed: {install_command('eval')}")
 
 

@@ -149,7 +149,7 @@ def test_it_is_measured_reported_and_read_back(plan: RunPlan[GuessMeasurement], 
     ]
     assert run.results[1].share == right / 24
     assert {path.name for path in run.folder.iterdir()} >= {
-        *("run.json", "records.0.jsonl", "results.json", "results.csv", "report.html", "guesses.png")
+        *("run.json", "records.0.jsonl", "results.json", "results.csv", "report.html")
     }
     with (run.folder / "results.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))

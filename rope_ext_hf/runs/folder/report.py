@@ -44,8 +44,8 @@ def _write_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, A
 
 
 def _draw(run: Run[Any], path: Path) -> None:
-    """Draw the run's chart into a PNG file; do nothing if the run has no chart, or matplotlib is not installed."""
-    if run.chart is None:
+    """Draw the run's chart into a PNG file, if it shows more than the table does and matplotlib is installed."""
+    if run.chart is None or not run.chart.adds_to_table:
         return
     try:
         with warnings.catch_warnings(), atomic_file(path) as part:

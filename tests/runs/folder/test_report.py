@@ -63,6 +63,7 @@ def a_run(folder: Path, results: Sequence[Any], **settings: Any) -> Run[Any]:
 
 YARN = Yarn(factor=4.0).to_dict()
 RESULTS = [result(n, loss, m) for m, loss in ((None, 2.0), (YARN, 1.5)) for n in (64, 128)]
+WITH_A_PICTURE = [*RESULTS, result(256, 2.0), result(256, 1.5, YARN)]
 
 
 class Page(HTMLParser):
@@ -182,7 +183,7 @@ def test_a_picture_that_fails_costs_the_picture_only(tmp_path: Path, monkeypatch
     def broken(*_: object) -> None:
         raise RuntimeError("no font")
 
-    run = a_run(tmp_path, RESULTS)
+    run = a_run(tmp_path, WITH_A_PICTURE)
     write_files(run)
     monkeypatch.setattr(charts.LineChart, "draw", broken)
     with pytest.warns(UserWarning, match=r"perplexity\.png could not be drawn: no font"):
@@ -196,6 +197,11 @@ def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pyt
         raise ImportError("matplotlib")
 
     monkeypatch.setattr(drawing, "picture", missing)
+    write_files(a_run(tmp_path, WITH_A_PICTURE))
+    assert list(tmp_path.glob("*.png")) == []
+
+
+def test_two_lengths_are_not_drawn(tmp_path: Path) -> None:
     write_files(a_run(tmp_path, RESULTS))
     assert list(tmp_path.glob("*.png")) == []
 
@@ -218,7 +224,7 @@ def test_links_are_replaced_not_written_through(tmp_path: Path) -> None:
         for there in (name, f"{name}.part"):
             (outside / there).write_bytes(b"untouched")
             (folder / there).symlink_to(outside / there)
-    write_files(a_run(folder, RESULTS))
+    write_files(a_run(folder, WITH_A_PICTURE))
     assert all((outside / n).read_bytes() == b"untouched" for n in [*names, *(f"{n}.part" for n in names)])
     assert all((folder / name).is_file() and not (folder / name).is_symlink() for name in names)
 

@@ -247,7 +247,7 @@ def test_a_run_is_shown_kept_and_read_again(folder: Path, tmp_path: Path) -> Non
     table = run.table(detailed=True)
     assert table is not None
     assert str(table.columns[2].header).startswith("32")
-    for name in ("results.json", "results.csv", "report.html", "divergence.png", "run.yaml"):
+    for name in ("results.json", "results.csv", "report.html", "run.yaml"):
         assert (run.folder / name).stat().st_size
     assert "How close is the model to the stored run at 128 tokens?" in (run.folder / "report.html").read_text()
     assert run.to_dataframe()["kl"].tolist() == [result.kl for result in run.results]

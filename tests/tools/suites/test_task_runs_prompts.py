@@ -101,7 +101,7 @@ def test_a_run_from_python_has_every_file_and_goes_on(tmp_path: Path) -> None:
     assert tasks(model, **JSON_KV, out=tmp_path, progress=read.append) == first == tasks(model, **JSON_KV)
     assert len(read) == 4
     (folder,) = tmp_path.iterdir()
-    assert {path.name for path in folder.iterdir()} >= {"results.csv", "results.json", "report.html", "tasks.png"}
+    assert {path.name for path in folder.iterdir()} >= {"results.csv", "results.json", "report.html"}
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Effective length" in page
     saved = json.loads((folder / "results.json").read_text(encoding="utf-8"))
