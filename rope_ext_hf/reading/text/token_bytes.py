@@ -98,7 +98,8 @@ def _spelled_ends(piece: bytes, tokens: Sequence[str]) -> list[int] | None:
 
     None: these bytes do not spell the piece.
     """
-    for parts in (_byte_level(tokens), _byte_fallback(tokens)):
+    for read in (_byte_level, _byte_fallback):
+        parts = read(tokens)
         if parts is None:
             continue
         spelled = b"".join(parts)
@@ -164,7 +165,8 @@ def _divided(before: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[
 
 PLAIN: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
 """Arguments of a tokenizer for the tokens of a text alone, without warnings of its length."""
-_ENCODERS = ("__call__", "_call_one", "_encode_plus", "_batch_encode_plus", "convert_tokens_to_ids")
+_ENCODERS = ("__call__", "_call_one", "_encode_plus", "_batch_encode_plus")
+_ENCODERS += ("prepare_for_tokenization", "tokenize", "convert_tokens_to_ids")
 """The methods of a tokenizer between its call and what cuts a text; releases of transformers have some of them."""
 
 
@@ -174,7 +176,7 @@ def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
     Where the class of a tokenizer encodes as every tokenizer of transformers does, there are two faster ways than its
     call. The compiled part of a fast tokenizer is called directly: with several texts at a time it uses all cores, and
     without offsets, which nobody reads for a text that is only counted, it takes half the time. A tokenizer in Python
-    looks up the id of each different token once.
+    looks up the id of each different token once, and looks for special tokens where there are any.
     """
     from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
@@ -186,7 +188,7 @@ def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
         encoded = compiled.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
     if _encodes_as(tokenizer, PreTrainedTokenizer):
-        return [_ids(tokenizer.tokenize(text), tokenizer) for text in texts]
+        return [_python_ids(tokenizer, text) for text in texts]
     return [list(tokenizer(text, **PLAIN)["input_ids"]) for text in texts]
 
 
@@ -201,8 +203,11 @@ def _encodes_as(tokenizer: PreTrainedTokenizerBase, plain: type) -> bool:
     )
 
 
-def _ids(tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of tokens."""
+def _python_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a text by a tokenizer in Python, without special tokens around it."""
+    lower = text.lower()
+    has_special = any(token.lower() in lower for token in tokenizer.added_tokens_encoder)
+    tokens = tokenizer.tokenize(text, split_special_tokens=tokenizer.split_special_tokens or not has_special)
     different = list(set(tokens))
     id_of = dict(zip(different, tokenizer.convert_tokens_to_ids(different), strict=True))
     return [id_of[token] for token in tokens]

@@ -56,8 +56,9 @@ def test_a_class_that_changes_texts_itself_is_called() -> None:
 
 @pytest.mark.parametrize("tokenizer", [ByT5Tokenizer(), PerceiverTokenizer()], ids=["byt5", "perceiver"])
 def test_tokens_are_those_of_a_tokenizer_in_python(tokenizer: Any) -> None:
-    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
-    assert tokenize_texts(tokenizer, TEXTS) == expected
+    texts = [*TEXTS, "no special tokens", "in capitals </S> [cls]", "[CLS] in a class that knows it"]
+    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert tokenize_texts(tokenizer, texts) == expected
 
 
 def test_a_tokenizer_in_python_that_changes_texts_itself_is_called() -> None:
