@@ -26,7 +26,7 @@ from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.spans.perplexity_runs import difference
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.base_rope import patch_geometry
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.load import load

@@ -30,7 +30,7 @@ from rope_ext_hf.eval.spans.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
+from rope_ext_hf.patches.base_rope import base_rope_of_model, patch_geometry
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.spans import EvalPlan, prepare, tokenize
 from rope_ext_hf.reading.text.load import load

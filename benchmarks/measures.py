@@ -30,7 +30,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import Passkey, compare_runs, measure, sweep
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.base_rope import patch_geometry
 from rope_ext_hf.reference import path
 from rope_ext_hf.tools.training import RandomPositionsCollator
 

@@ -29,7 +29,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.eval import passkey, perplexity
 from rope_ext_hf.files.whole import write_text
 from rope_ext_hf.hub import load_model, load_tokenizer
-from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.base_rope import patch_geometry
 from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.reading.text.load import load

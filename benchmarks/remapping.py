@@ -23,7 +23,7 @@ from reference import increase_over, load_bundled
 from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss, PerplexityMeasurement
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.patches.geometry import base_rope_of_model
+from rope_ext_hf.patches.base_rope import base_rope_of_model
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.spans import EvalPlan, prepare
 from rope_ext_hf.runs.measurement import RunPlan

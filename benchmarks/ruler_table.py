@@ -26,7 +26,7 @@ from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.eval import measure
 from rope_ext_hf.hub import model_source
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.base_rope import patch_geometry
 from rope_ext_hf.runs.conclusions.labels import label
 from rope_ext_hf.runs.conclusions.statistics import estimate_share_change
 from rope_ext_hf.tools.suites import Tasks

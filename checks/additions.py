@@ -353,7 +353,7 @@ NOTE = """    note: str | None = argument(None, "A remark for whoever reads the 
 """
 
 
-def question_field() -> None:
+def option_field() -> None:
     from rope_ext_hf.eval import Perplexity
 
     assert Perplexity(lengths=["1k"], note="twice").note == "twice"  # type: ignore[attr-defined, call-arg]
@@ -362,7 +362,7 @@ def question_field() -> None:
 
 
 def default() -> None:
-    from rope_ext_hf.tools.training.questions import Finetuning
+    from rope_ext_hf.tools.training.finetuning_options import Finetuning
 
     assert Finetuning(model="m", method="yarn", factor=4, data="b", minutes=1).rank == 24
     assert "`--rank N` (`24`)" in page("cli")
@@ -565,13 +565,13 @@ CHANGES = (
     ),
     Change(
         "an option of a measurement",
-        f"{EVAL}/questions.py",
-        question_field,
+        f"{EVAL}/measurement_options.py",
+        option_field,
         [("    data_name: str | None = argument(\n", NOTE)],
     ),
     Change(
         "the default of an option",
-        f"{TOOLS}/training/questions.py",
+        f"{TOOLS}/training/finetuning_options.py",
         default,
         [('argument(16, "Rank of the adapters."', 'argument(24, "Rank of the adapters."')],
     ),
@@ -612,7 +612,7 @@ CHANGES = (
     ),
     Change(
         "an option of a command",
-        f"{TOOLS}/serving/commands.py",
+        f"{TOOLS}/serving/serving_commands.py",
         option,
         [(AUDIT, QUIETLY + AUDIT), (PRINT, f"    if not quietly:\n    {PRINT}")],
     ),

@@ -37,7 +37,7 @@ import rope_ext_hf as rope
 from checks.losses import EQUAL, LONG, RESULT, WrongError, measured, require
 from rope_ext_hf.errors import LengthError, RopeExtError, one_line
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.base_rope import patch_geometry
 from rope_ext_hf.patches.rows.row_probe import pairing_of
 from rope_ext_hf.tools.serving.config_model import ConfigModel
 from tests.support.every_model import Entry, build, data, entries, holds_rope, inputs

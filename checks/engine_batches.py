@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rope_ext_hf.eval.questions import Perplexity
+from rope_ext_hf.eval.measurement_options import Perplexity
 from rope_ext_hf.hub import load_model
 from rope_ext_hf.plug_ins import plug_in
 

@@ -31,7 +31,7 @@ from transformers.utils import logging
 import rope_ext_hf as rope
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.models.engine_keys import compare_engines
-from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.base_rope import patch_geometry
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.engines.agreement import TRIED_FAMILIES

@@ -17,7 +17,7 @@ from typing import Any, overload
 
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, short
 
-__all__ = ["MOST_TOKENS", "Length", "limit", "limits", "parse_bytes", "parse_length", "parse_lengths", "whole"]
+__all__ = ["MOST_TOKENS", "Length", "check_int", "limit", "limits", "parse_bytes", "parse_length", "parse_lengths"]
 
 Length = int | str  # a number of tokens, or its text: "4096", "4k", "1M"
 
@@ -62,7 +62,7 @@ def limits(**values: int) -> Iterator[None]:
     for name, value in values.items():
         if name not in LIMITS:
             raise MethodError(f"unknown limit {name!r}.{did_you_mean(name, LIMITS)} Known: {', '.join(LIMITS)}")
-        whole(f"the limit {name}", value)
+        check_int(f"the limit {name}", value)
     token = _raised.set(_raised.get() | values)
     try:
         yield
@@ -70,7 +70,7 @@ def limits(**values: int) -> Iterator[None]:
         _raised.reset(token)
 
 
-def whole(
+def check_int(
     name: str, value: object, least: float = 1, most: float = math.inf, error: type[RopeExtError] = MethodError
 ) -> int:
     """Return a value if it is a whole number within limits, else raise `error` with its name.
@@ -123,7 +123,7 @@ def parse_lengths(lengths: Length | Iterable[Length], least: int = 1) -> list[in
     parts = lengths.split(",") if isinstance(lengths, str) else as_list(lengths)
     if not parts:
         raise MethodError("lengths must be one or more whole numbers, got none")
-    return [whole("lengths", length, least, MOST_TOKENS) for length in map(parse_length, parts)]
+    return [check_int("lengths", length, least, MOST_TOKENS) for length in map(parse_length, parts)]
 
 
 def as_list(values: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 OPEN: dict[str, str] = {
     # commands
     "rope_ext_hf.cli.options": "make a function a command of `rope-ext`; options that several commands share",
-    "rope_ext_hf.options.questions": "describe arguments once, for Python and the command line; spell a command",
+    "rope_ext_hf.options.arguments": "describe arguments once, for Python and the command line; spell a command",
     "rope_ext_hf.options.method_choice": "options that choose methods: --method, --factor, --target-length",
     "rope_ext_hf.bounds": "read lengths (4096, 4k, 1M) and sizes, and check whole numbers",
     "rope_ext_hf.cli.console": "print results, notes and progress",
@@ -50,8 +50,8 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.patches.saved.gguf_models": "whether a name is that of a GGUF file, and what to do instead",
     "rope_ext_hf.models.model_classes": "a model without weights, and the number of its token ids",
     "rope_ext_hf.models.patch_records": "a patch, and its record in a config",
-    "rope_ext_hf.patches.geometry": "the rotary embedding that a patch starts from, by the config alone",
-    "rope_ext_hf.patches.stand_in": "try a patch on a small random model of the same class",
+    "rope_ext_hf.patches.base_rope": "the rotary embedding that a patch starts from, by the config alone",
+    "rope_ext_hf.patches.small_replica": "try a patch on a small random model of the same class",
     "rope_ext_hf.patches.slots.class_angles": "the frequencies that a rotary module of transformers computes",
     "rope_ext_hf.patches.slots.slot_finding": "the rotary modules of a model",
     "rope_ext_hf.patches.slots.patched_slot": "the patches that a model in memory carries",
@@ -84,8 +84,8 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.runs.folder.identity": "digests of what a run depends on; its results about one model",
     "rope_ext_hf.runs.folder.model_digest:model_digest": "a digest of a model's weights",
     # evaluations
-    "rope_ext_hf.eval.questions": "base class of the arguments of measurements, and the questions of the library",
-    "rope_ext_hf.eval.measuring:results_of": "make a function such as `perplexity` for a question of one's own",
+    "rope_ext_hf.eval.measurement_options": "base class of the options of measurements, and those of the library",
+    "rope_ext_hf.eval.measuring:results_of": "make a function such as `perplexity` for options of one's own",
     "rope_ext_hf.eval.spans.span_measurement": "measure documents in spans of each context length, to build on",
     "rope_ext_hf.eval.spans.perplexity_measurement": "the losses of documents at each context length, to build on",
     "rope_ext_hf.eval.spans.perplexity_runs": "runs that measure perplexity, to build on",

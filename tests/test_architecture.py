@@ -271,7 +271,7 @@ def test_commands_are_spelt_by_one_function() -> None:
     check(
         f"{module.name}:{node.lineno} writes {text(node)!r}"
         for module in modules().values()
-        if module.room not in ("cli", "options") and module.path.name not in ("commands.py", "questions.py")
+        if module.room not in ("cli", "options") and not module.path.stem.endswith(("commands", "options"))
         for node in ast.walk(module.tree)
         if isinstance(node, ast.JoinedStr) and re.search(r"rope-ext [a-z-]+ [^.;`]*\{\}", text(node))
     )
@@ -292,7 +292,7 @@ def test_functions_import_heavy_libraries_alone() -> None:
         if each.inside
         and each.statement
         and module.room not in ("cli", "__main__", "stopping")  # those handle signals before they import the rest
-        and module.path.name not in ("commands.py", "questions.py")
+        and not module.path.stem.endswith(("commands", "options"))
         and each.target.partition(".")[0] not in HEAVY
     ]
     check(light)
@@ -450,9 +450,12 @@ def test_tests_stand_where_their_module_does() -> None:
         if folder.parts == (DATA,):
             continue
         rooms = [".".join((PACKAGE, *folder.parts))]
-        if folder.parts == (TOOLS,):  # over the modules of one name in several rooms, such as commands
+        over_rooms = folder.parts == (TOOLS,)  # over modules such as advice_commands and server_commands
+        if over_rooms:
             rooms = [f"{PACKAGE}.{module.room}" for module in modules().values() if module.room.startswith(TOOLS)]
         named = [name.rpartition(".")[2] for name in modules() if name.rpartition(".")[0] in rooms]
+        if over_rooms:
+            named = [name.rpartition("_")[2] for name in named]
         if not any(subject == name or subject.startswith(f"{name}_") for name in named) and not (
             not folder.parts and subject in OF_THE_WHOLE
         ):

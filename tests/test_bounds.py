@@ -15,7 +15,7 @@ import transformers
 from typer.testing import CliRunner
 
 import rope_ext_hf as rope
-from rope_ext_hf.bounds import LIMITS, limit, whole
+from rope_ext_hf.bounds import LIMITS, check_int, limit
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.hub import load_model
 from rope_ext_hf.models.model_classes import empty_model
@@ -89,8 +89,8 @@ def test_limits_that_are_none() -> None:
 def test_a_whole_number_out_of_its_bounds(value: object, least: float, most: float, allowed: str) -> None:
     message = f"width must be a whole number{allowed}, got {value!r}"
     with pytest.raises(rope.CheckpointError, match=f"^{re.escape(message)}$"):
-        whole("width", value, least, most, error=rope.CheckpointError)
-    assert [whole("width", edge, 1, 3) for edge in (1, 3)] == [1, 3]
+        check_int("width", value, least, most, error=rope.CheckpointError)
+    assert [check_int("width", edge, 1, 3) for edge in (1, 3)] == [1, 3]
 
 
 DESCRIBE = ("describe", "reference")

@@ -31,7 +31,7 @@ from rope_ext_hf.cli.console import print_text
 from rope_ext_hf.cli.options import command
 from rope_ext_hf.eval.spans.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns
-from rope_ext_hf.eval.questions import Perplexity
+from rope_ext_hf.eval.measurement_options import Perplexity
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.runs.kinds import register_run_kind
@@ -71,20 +71,20 @@ class PageRuns(PerplexityRuns):
         return replace(plan, measurement=Pages(plan.measurement.plan))
 
 
-class PageQuestion(Perplexity):
+class PageOptions(Perplexity):
     kind = "pages"
 '''
 IN_PYTHON = """
 import json
 import rope_ext_hf as rope
-from guest_of_rope import PageQuestion
+from guest_of_rope import PageOptions
 from rope_ext_hf.eval import measure
 
 model = rope.from_pretrained("reference")
 plain = rope.describe(model).wavelengths
 patched = rope.describe(rope.patch(model, "half_speed")).wavelengths
 rope.unpatch(model)
-run = measure(model, PageQuestion(lengths=[64], data=["Mice pay in kind. " * 9]), methods="half-speed", out="runs")
+run = measure(model, PageOptions(lengths=[64], data=["Mice pay in kind. " * 9]), methods="half-speed", out="runs")
 listed = "half-speed" in rope.list_methods()
 print(json.dumps([plain, patched, listed, str(run.folder), [result.perplexity for result in run.results]]))
 """

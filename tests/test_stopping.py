@@ -45,7 +45,7 @@ def ended(code: str, **names: object) -> tuple[int, str, str]:
     [
         ("typer", "methods"),
         ("rope_ext_hf.cli.run_files", "methods"),
-        ("rope_ext_hf.tools.serving.commands", "methods"),
+        ("rope_ext_hf.tools.serving.serving_commands", "methods"),
         pytest.param("rope_ext_hf.methods.registry", "methods", marks=pytest.mark.slow),
         pytest.param("numpy", "methods", marks=pytest.mark.slow),
         pytest.param("torch.nn", "methods", marks=pytest.mark.slow),

@@ -75,7 +75,7 @@ def _method_of_extend(model: Published) -> str:
     from rope_ext_hf.errors import ServingError
     from rope_ext_hf.tools.advice.extending import plan_extension
     from rope_ext_hf.tools.engines.base import usual_server
-    from rope_ext_hf.tools.serving.questions import Extending
+    from rope_ext_hf.tools.serving.serving_options import Extending
 
     for engine in (usual_server(), *_engines()):
         with contextlib.suppress(ServingError):

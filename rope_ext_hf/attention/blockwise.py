@@ -170,7 +170,7 @@ class _Attention:
 
     def _far_keys(self, key: Tensor, n: Callable[[], Tensor], name: Hashable) -> Tensor:
         """Return keys at positions `n`, rotated to the positions at which every zone but the nearest sees them."""
-        if not self.rule.by_length:  # they are stored there
+        if not self.rule.depends_on_total_length:  # they are stored there
             return key
         rotation = self._rotation_from_stored("far keys", lambda at: [self.rule.key_position(at)], n, name)
         return self._rotate(rotation, key)
@@ -303,7 +303,7 @@ class _Attention:
 
         The last keys, which only the nearest zone sees, are left out.
         """
-        if not self.rule.by_length:
+        if not self.rule.depends_on_total_length:
             return key
         nearest_of_far = self.rule.zone_distances(span.last)[1][0]
         end = max(span.first_key + 1, span.last - nearest_of_far)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rope_ext_hf.bounds import whole
+from rope_ext_hf.bounds import check_int
 from rope_ext_hf.checkpoints.files.other_files import copy_other_files
 from rope_ext_hf.checkpoints.files.weight_files import (
     SafetensorsFile,
@@ -43,7 +43,7 @@ from rope_ext_hf.files.whole import atomic_file, check_destination, copy_mode, c
 from rope_ext_hf.models.config import PAIRING_KEY
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.family_settings import class_pairing
-from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.saved.fingerprint import FINGERPRINT_KEY, with_pairing
 from rope_ext_hf.patches.saved.gguf_models import is_gguf
@@ -131,7 +131,7 @@ def convert_checkpoint(
         if to == "meta":
             raise CheckpointError(f"{str(src)!r} is in Meta's format already")
         if context_length is not None:
-            whole("context_length", context_length, error=CheckpointError)
+            check_int("context_length", context_length, error=CheckpointError)
     elif context_length is not None:
         raise CheckpointError(
             f"context_length is for weights in Meta's format; {str(src)!r} states its own as max_position_embeddings "

@@ -22,7 +22,7 @@ from rope_ext_hf.errors import CheckpointError, RopeExtError, entry, one_line, s
 from rope_ext_hf.files.whole import file_stamps, foreign_errors
 from rope_ext_hf.hub import load_empty, load_model, load_tokenizer
 from rope_ext_hf.models.model_classes import vocabulary_size
-from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.patches.rows.row_probe import pairing_of
 from rope_ext_hf.rotary.pairing import other_pairing
 

@@ -32,7 +32,7 @@ from rope_ext_hf.models.family_settings import (
 )
 from rope_ext_hf.models.model_classes import class_of_part, empty_model
 from rope_ext_hf.models.patch_records import PATCH_KEY
-from rope_ext_hf.patches.geometry import checkpoint_geometry, rotary_of_usual_config
+from rope_ext_hf.patches.base_rope import checkpoint_geometry, rotary_of_usual_config
 from rope_ext_hf.patches.loading import load_config
 from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG, Adapter, find_adapter
 from rope_ext_hf.rotary.pairing import PAIRINGS

@@ -25,7 +25,7 @@ from rope_ext_hf.errors import CheckpointError, one_line, size_text
 from rope_ext_hf.files.whole import read_json
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.model_classes import class_to_load, vocabulary_size
-from rope_ext_hf.patches.geometry import checkpoint_geometry
+from rope_ext_hf.patches.base_rope import checkpoint_geometry
 from rope_ext_hf.rotary.pairing import other_pairing, rotate
 
 _MAX_ATTENTIONS = 3  # attention modules that are compared

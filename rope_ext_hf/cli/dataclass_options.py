@@ -10,7 +10,7 @@ is a parameter of its own. When typer calls that function with the values that w
 them and calls the command. Commands and dataclasses have three kinds of parameters:
 
 - a dataclass, which stands for its own parameters;
-- a field described by `argument`, as all fields of a `Question` are. It becomes an option as its `Argument` says;
+- a field described by `argument`, as all fields of a `Options` are. It becomes an option as its `Argument` says;
 - everything else, such as `Annotated[str, typer.Argument(...)]`. typer gets it as it is.
 
 Importing this module does not import torch, so that --help answers at once.
@@ -33,8 +33,8 @@ import typer
 from rope_ext_hf.cli.console import quiet_transformers
 from rope_ext_hf.cli.parameters import parse_parameters
 from rope_ext_hf.errors import MethodError
+from rope_ext_hf.options.arguments import Argument, Options, kind_of, option_text
 from rope_ext_hf.options.method_choice import MethodChoice
-from rope_ext_hf.options.questions import Argument, Question, kind_of, option_text
 
 STATED = "rope_ext_hf.stated"
 """The key of a context's `meta` under which a command finds the names of the options that were typed or in a file."""
@@ -57,8 +57,8 @@ def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
         context.meta[STATED] = {*of_file, *(name for name in values if _is_typed(context, name))}
         values |= of_file
         arguments = _arguments(command, values | {"context": context})
-        for question in _questions_in(arguments.values()):
-            question.check_early()
+        for options in _options_in(arguments.values()):
+            options.check_early()
         quiet_transformers()  # imports transformers, which takes seconds: errors that need no model come before
         return command(**arguments)
 
@@ -67,17 +67,17 @@ def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def questions_of(group: Any) -> list[type[Question]]:
-    """Return the `Question` classes (dataclasses of arguments) of a command, also those inside other dataclasses."""
+def options_of(group: Any) -> list[type[Options]]:
+    """Return the `Options` classes (dataclasses of arguments) of a command, also those inside other dataclasses."""
     types = get_type_hints(group)
-    questions: list[type[Question]] = []
+    kinds: list[type[Options]] = []
     for name in inspect.signature(group).parameters:
         kind = types[name]
-        if _is_question(kind):
-            questions.append(kind)
+        if _has_arguments(kind):
+            kinds.append(kind)
         elif dataclasses.is_dataclass(kind):
-            questions += questions_of(kind)
-    return questions
+            kinds += options_of(kind)
+    return kinds
 
 
 # --- from a command to the parameters that typer reads ----------------------------------------------------------------
@@ -85,10 +85,10 @@ def questions_of(group: Any) -> list[type[Question]]:
 
 def _typer_parameters(group: Any) -> list[inspect.Parameter]:
     """Return the function parameters that typer reads for a command or a dataclass, in order."""
-    if _is_question(group):
+    if _has_arguments(group):
         return [_option(group, field, argument) for field, argument in group.described_fields() if argument.option]
     types = get_type_hints(group, include_extras=True)
-    described = {parameter.name: parameter for parameter in _typer_parameters(_own_question(group))}
+    described = {parameter.name: parameter for parameter in _typer_parameters(_own_options(group))}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(group).parameters.items():
         if name in described:
@@ -101,10 +101,10 @@ def _typer_parameters(group: Any) -> list[inspect.Parameter]:
 
 
 @cache
-def _own_question(group: Callable[..., Any]) -> type[Question]:
-    """Return a `Question` class made of those of a command's own parameters that `argument` describes.
+def _own_options(group: Callable[..., Any]) -> type[Options]:
+    """Return an `Options` class made of those of a command's own parameters that `argument` describes.
 
-    They are then parsed and checked like the fields of any other `Question`.
+    They are then parsed and checked like the fields of any other `Options`.
     """
     parameters = inspect.signature(group).parameters.values()
     fields = [
@@ -112,14 +112,14 @@ def _own_question(group: Callable[..., Any]) -> type[Question]:
         for parameter in parameters
         if type(parameter.default) is Field
     ]
-    return dataclasses.make_dataclass(group.__name__, fields, bases=(Question,), frozen=True, kw_only=True)
+    return dataclasses.make_dataclass(group.__name__, fields, bases=(Options,), frozen=True, kw_only=True)
 
 
 _OPTION_TYPES = {"int": int, "float": float, "bool": bool, "Path": Path}  # of fields; all others are text
 
 
-def _option(question: type[Question], field: Field[Any], argument: Argument) -> inspect.Parameter:
-    """Return the function parameter from which typer makes the option for one field of a `Question` class."""
+def _option(options: type[Options], field: Field[Any], argument: Argument) -> inspect.Parameter:
+    """Return the function parameter from which typer makes the option for one field of a `Options` class."""
     value_type: Any = _OPTION_TYPES.get(kind_of(field), str)
     if argument.parse:
         value_type = str
@@ -133,7 +133,7 @@ def _option(question: type[Question], field: Field[Any], argument: Argument) -> 
         *_option_names(field.name, argument, default, is_flag=value_type is bool),
         metavar=argument.metavar,
         help=argument.help,
-        rich_help_panel=_panel(question, field.name),
+        rich_help_panel=_panel(options, field.name),
         **limits,
     )
     return inspect.Parameter(
@@ -169,9 +169,9 @@ def _option_names(field_name: str, argument: Argument, default: Any, *, is_flag:
     return (f"--{name}/--no-{name}",) if is_flag and default is not False else (f"--{name}",)
 
 
-def _panel(question: type[Question], field_name: str) -> str | None:
+def _panel(options: type[Options], field_name: str) -> str | None:
     """Return the title under which the help lists a field: the PANEL of the class that declares the field."""
-    for cls in question.__mro__:
+    for cls in options.__mro__:
         if field_name in vars(cls).get("__annotations__", ()):
             return getattr(cls, "PANEL", None)
     return None
@@ -189,8 +189,8 @@ def _values_of_file(command: Callable[..., Any], context: typer.Context, values:
     of_file: dict[str, Any] = dict(context.meta.pop(FROM_FILE, {}))
     alternatives = {
         field.name: argument.instead_of
-        for question in questions_of(command)
-        for field, argument in question.described_fields()
+        for options in options_of(command)
+        for field, argument in options.described_fields()
     }
     for name in values:
         if not _is_typed(context, name):
@@ -210,17 +210,17 @@ def _is_typed(context: typer.Context, name: str) -> bool:
 
 
 def _arguments(group: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a command, or of a dataclass that is not a `Question`, built from typed values."""
+    """Return the arguments of a command, or of a dataclass that is not a `Options`, built from typed values."""
     types = get_type_hints(group)
-    arguments: dict[str, Any] = _built(_own_question(group), values).arguments
+    arguments: dict[str, Any] = _built(_own_options(group), values).arguments
     for name in inspect.signature(group).parameters.keys() - arguments.keys():
         arguments[name] = _built(types[name], values) if dataclasses.is_dataclass(types[name]) else values[name]
     return arguments
 
 
 def _built(kind: Any, values: dict[str, Any]) -> Any:
-    """Return an instance of a `Question` or another dataclass, built from the values of its options."""
-    if not _is_question(kind):
+    """Return an instance of a `Options` or another dataclass, built from the values of its options."""
+    if not _has_arguments(kind):
         return kind(**_arguments(kind, values))
     arguments = {field.name: values[field.name] for field, _ in kind.described_fields() if field.name in values}
     arguments = {name: value for name, value in arguments.items() if value is not None}
@@ -232,25 +232,25 @@ def _built(kind: Any, values: dict[str, Any]) -> Any:
         raise MethodError(_with_option_names(str(error), kind)) from error
 
 
-def _with_option_names(message: str, question: type[Question]) -> str:
-    """Return an error message with fields of a `Question` written as options: `--max-spans` instead of `max_spans`.
+def _with_option_names(message: str, options: type[Options]) -> str:
+    """Return an error message with fields of a `Options` written as options: `--max-spans` instead of `max_spans`.
 
     Messages name fields in three places: "trials must be ...", "...; give lengths, ..." and "what data names".
     """
-    names = [field.name for field, argument in question.described_fields() if argument.option]
+    names = [field.name for field, argument in options.described_fields() if argument.option]
     any_name = "|".join(sorted(names, key=len, reverse=True))  # the longest first, of which others are beginnings
     places = rf"^({any_name})(?= (must|takes|is))|(?<=; give )({any_name})(?=,)|(?<= what )({any_name})(?= names)"
     return re.sub(places, lambda match: f"--{match[0].replace('_', '-')}", message)
 
 
-def _questions_in(values: Iterable[Any]) -> Iterator[Question]:
-    """Yield those values that are `Question` instances, also those inside other dataclasses."""
+def _options_in(values: Iterable[Any]) -> Iterator[Options]:
+    """Yield those values that are `Options` instances, also those inside other dataclasses."""
     for value in values:
-        if isinstance(value, Question):
+        if isinstance(value, Options):
             yield value
         elif dataclasses.is_dataclass(value):
-            yield from _questions_in(getattr(value, field.name) for field in dataclasses.fields(value))
+            yield from _options_in(getattr(value, field.name) for field in dataclasses.fields(value))
 
 
-def _is_question(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Question)
+def _has_arguments(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Options)

@@ -12,8 +12,8 @@ from rope_ext_hf.cli.console import print_text
 from rope_ext_hf.cli.options import CONTINUES, Json, Out, command
 from rope_ext_hf.cli.run_progress import shown_progress
 from rope_ext_hf.errors import multiple_text
-from rope_ext_hf.eval.questions import Passkey, Perplexity
-from rope_ext_hf.options.questions import argument
+from rope_ext_hf.eval.measurement_options import Passkey, Perplexity
+from rope_ext_hf.options.arguments import argument
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def demo(
     from rope_ext_hf.eval.measuring import measure
     from rope_ext_hf.files.whole import json_text
     from rope_ext_hf.hub import load_model
-    from rope_ext_hf.patches.geometry import patch_geometry
+    from rope_ext_hf.patches.base_rope import patch_geometry
     from rope_ext_hf.runs.comparison import Comparison
 
     model = load_model("reference", dtype="float32", device=device)

@@ -20,11 +20,11 @@ from rope_ext_hf.cli.options import CONTINUES, DryRun, EvalOptions, Json, Model,
 from rope_ext_hf.cli.planned_runs import PlannedRun
 from rope_ext_hf.cli.run_progress import shown_progress
 from rope_ext_hf.errors import MethodError, short
-from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, PplOptions, Sweep
+from rope_ext_hf.eval.measurement_options import MeasurementOptions, Passkey, Perplexity, PplOptions, Sweep
 from rope_ext_hf.files.whole import json_text
 from rope_ext_hf.installing import install_command
+from rope_ext_hf.options.arguments import Options, argument
 from rope_ext_hf.options.method_choice import MethodChoice
-from rope_ext_hf.options.questions import Question, argument
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 from rope_ext_hf.terminal import wrapped
 
@@ -54,7 +54,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessOptions(Question):
+class ProcessOptions(Options):
     """Options about the processes that share a measurement."""
 
     PANEL = "Processes and engines"
@@ -137,7 +137,7 @@ class ReaderOptions(ProcessOptions):
 
 
 @command("Measure", interrupted=CONTINUES)
-def ppl(context: typer.Context, options: RunOptions, question: PplOptions, reader: ReaderOptions) -> None:
+def ppl(context: typer.Context, run_options: RunOptions, options: PplOptions, reader: ReaderOptions) -> None:
     """Measure perplexity by context length, under each method.
 
     All methods, and the unpatched model, are scored on the same tokens. With --against, the distributions of MODEL are
@@ -145,11 +145,11 @@ def ppl(context: typer.Context, options: RunOptions, question: PplOptions, reade
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
-    Prepared(options, question.chosen(context.meta[STATED]), reader).measure()
+    Prepared(run_options, options.chosen(context.meta[STATED]), reader).measure()
 
 
 @command("Measure", interrupted=CONTINUES)
-def sweep(options: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
+def sweep(run_options: RunOptions, options: Sweep, reader: ReaderOptions) -> None:
     """Measure the perplexity of every method with every factor.
 
     The same command continues where it was stopped. Without --method it measures linear, ntk, dynamic-ntk, by-parts,
@@ -158,11 +158,11 @@ def sweep(options: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
-    Prepared(options, question, reader).measure()
+    Prepared(run_options, options, reader).measure()
 
 
 @command("Measure", interrupted=CONTINUES)
-def passkey(options: RunOptions, question: Passkey, processes: ProcessOptions) -> None:
+def passkey(run_options: RunOptions, options: Passkey, processes: ProcessOptions) -> None:
     """Hide a statement in a long text, and ask for it.
 
     Three things are measured at each length and depth: how many answers are exact, how the right answer ranks among
@@ -170,9 +170,9 @@ def passkey(options: RunOptions, question: Passkey, processes: ProcessOptions) -
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
     """
-    if question.task is None and options.model == "reference":  # the bundled model knows this form
-        question = replace(question, task="key-value")
-    Prepared(options, question, processes).measure()
+    if options.task is None and run_options.model == "reference":  # the bundled model knows this form
+        options = replace(options, task="key-value")
+    Prepared(run_options, options, processes).measure()
 
 
 @command("Measure")
@@ -235,32 +235,32 @@ class Prepared:
         forecast: for a dry run, the time, memory and disk space that the measurement would take; else None.
     """
 
-    def __init__(self, options: RunOptions, question: LengthsQuestion, processes: ProcessOptions) -> None:
+    def __init__(self, run_options: RunOptions, options: MeasurementOptions, processes: ProcessOptions) -> None:
         """Plan a measurement on the model without weights; print the memory needed, or raise an error for too much."""
         from rope_ext_hf.cli.planned_runs import forecast_plan
         from rope_ext_hf.files.whole import foreign_errors
         from rope_ext_hf.runs.folder.run_file import run_file
 
-        self.options = options
-        name = options.model
-        workers, load = processes.launched(options.load)
+        self.options = run_options
+        name = run_options.model
+        workers, load = processes.launched(run_options.load)
         failure = f"the model {short(name)!r} could not be measured"
-        with workers.in_step(leave=options.dry_run), foreign_errors(failure):
-            workers.agree({"--dry-run": "yes" if options.dry_run else "no"})
+        with workers.in_step(leave=run_options.dry_run), foreign_errors(failure):
+            workers.agree({"--dry-run": "yes" if run_options.dry_run else "no"})
             empty = load.empty_model(name)
-            make = partial(forecast_plan, question) if options.dry_run else question.plan
-            plan = make(empty, options.methods, tokenizer=load.tokenizer(name), **load.reading)
-            self.file = run_file(question, name, options.methods, options.load, processes, out=options.out)
-            if isinstance(question, Perplexity):
-                plan = _with_key_tokens(plan, question, options, load, workers, self.file)
+            make = partial(forecast_plan, options) if run_options.dry_run else options.plan
+            plan = make(empty, run_options.methods, tokenizer=load.tokenizer(name), **load.reading)
+            self.file = run_file(options, name, run_options.methods, run_options.load, processes, out=run_options.out)
+            if isinstance(options, Perplexity):
+                plan = _with_key_tokens(plan, options, run_options, load, workers, self.file)
             plan = processes.reading(plan, name, empty, load, workers)
-            self.run = PlannedRun(name, empty, load, plan, workers, question)
+            self.run = PlannedRun(name, empty, load, plan, workers, options)
             self.forecast: Forecast | None = None
-            self.needed = self.run.memory(check=not options.dry_run)
-            if options.dry_run:
-                self.forecast = self.run.forecast(self.needed, options.out)
+            self.needed = self.run.memory(check=not run_options.dry_run)
+            if run_options.dry_run:
+                self.forecast = self.run.forecast(self.needed, run_options.out)
             else:
-                self.run.print_needs(self.needed, options.out)
+                self.run.print_needs(self.needed, run_options.out)
 
     def measure(self) -> Run[Any]:
         """Carry out the measurement and print its result; in a dry run, print the forecast and end the program."""
@@ -295,9 +295,9 @@ def _carried_out(planned: PlannedRun, needed: MemoryEstimate, out: Path, file: R
 
 
 def _with_key_tokens(
-    plan: RunPlan[Any], question: Perplexity, options: RunOptions, load: EvalOptions, workers: Workers, file: RunFile
+    plan: RunPlan[Any], options: Perplexity, run_options: RunOptions, load: EvalOptions, workers: Workers, file: RunFile
 ) -> RunPlan[Any]:
-    """Return the plan with key tokens (those that need the long context), if the question asks for them.
+    """Return the plan with key tokens (those that need the long context), if the options ask for them.
 
     Another model finds them, in a run of its own before this one.
     """
@@ -306,17 +306,17 @@ def _with_key_tokens(
     def measure_with(source: str, make: Callable[[Any, Any], RunPlan[Any]]) -> Run[Any] | None:
         empty = evaluator.empty_model(source)
         planned = PlannedRun(source, empty, evaluator, make(empty, evaluator.tokenizer(source)), workers)
-        needed = planned.memory(check=not options.dry_run)
-        if options.dry_run:
-            print_result(planned.forecast(needed, options.out), options.as_json)
+        needed = planned.memory(check=not run_options.dry_run)
+        if run_options.dry_run:
+            print_result(planned.forecast(needed, run_options.out), run_options.as_json)
             return None
         planned.print_needs(needed)
-        run = _carried_out(planned, needed, options.out, file)
+        run = _carried_out(planned, needed, run_options.out, file)
         if workers.rank == 0:
             print_note(run.kind.name, run.kind.outcome(run))
         return run
 
-    return question.with_key_tokens(plan, measure_with)
+    return options.with_key_tokens(plan, measure_with)
 
 
 def _print_run(run: Run[Any], as_json: bool) -> None:

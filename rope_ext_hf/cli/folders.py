@@ -19,8 +19,8 @@ from rope_ext_hf.cli.console import print_note, progress_bar
 from rope_ext_hf.cli.options import SourceOptions
 from rope_ext_hf.errors import MethodError, capital, short, size_text
 from rope_ext_hf.files.whole import list_files
+from rope_ext_hf.options.arguments import Options, argument, command_line
 from rope_ext_hf.options.method_choice import LayerChoice
-from rope_ext_hf.options.questions import Question, argument, command_line
 from rope_ext_hf.plug_ins import plug_ins
 
 if TYPE_CHECKING:
@@ -52,12 +52,12 @@ def write_patched(
     from rope_ext_hf.files.whole import foreign_errors, mistral_format_files
     from rope_ext_hf.hub import folder_and_hub_id
     from rope_ext_hf.models.patch_records import replaced_note
-    from rope_ext_hf.patches.slots.patched_slot import present_specs
+    from rope_ext_hf.patches.slots.patched_slot import active_patches
     from rope_ext_hf.runs.chosen_methods import apply_choice
 
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
-        recorded = present_specs(empty)
+        recorded = active_patches(empty)
         apply_choice(methods, empty, native=native)
         folder, hub_id = folder_and_hub_id(model, revision=source.revision)
         finish = partial(
@@ -74,8 +74,8 @@ def write_patched(
                 empty, folder, out, bar.set, as_code, finish, keep_mistral_format, name=hub_id, force=force
             )
         description = described(empty, model, source)
-        replaced = replaced_note(recorded, present_specs(empty)[-1], over="--over patched")
-        if replaced is not None and len(present_specs(empty)) == 1:
+        replaced = replaced_note(recorded, active_patches(empty)[-1], over="--over patched")
+        if replaced is not None and len(active_patches(empty)) == 1:
             description = replace(description, notes=(*description.notes, f"{capital(replaced)}."))
         names = ", ".join(mistral_format_files(folder))
         if not names:
@@ -116,7 +116,7 @@ def described(empty: PreTrainedModel, name: str, source: SourceOptions) -> Descr
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishOptions(Question):
+class PublishOptions(Options):
     """Options for uploading the folder that a command writes to a repository on the Hugging Face Hub."""
 
     push_to_hub: str | None = argument(

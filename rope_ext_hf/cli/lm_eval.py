@@ -12,8 +12,8 @@ from rope_ext_hf.cli.options import Json, LoadOptions, Model, command
 from rope_ext_hf.errors import FileError, MethodError, short
 from rope_ext_hf.files.whole import disk_errors, json_text
 from rope_ext_hf.installing import install_command
+from rope_ext_hf.options.arguments import argument
 from rope_ext_hf.options.method_choice import LayerChoice
-from rope_ext_hf.options.questions import argument
 
 _CHAT_TEMPLATE = {"auto": None, "always": True, "never": False}  # as `evaluate` takes it
 

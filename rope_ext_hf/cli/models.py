@@ -19,8 +19,8 @@ from rope_ext_hf.cli.folders import PublishOptions, described, write_patched
 from rope_ext_hf.cli.options import Json, Model, SourceOptions, command
 from rope_ext_hf.errors import CheckpointError, MethodError, short
 from rope_ext_hf.files.whole import json_text
+from rope_ext_hf.options.arguments import argument, option_text
 from rope_ext_hf.options.method_choice import LayerChoice
-from rope_ext_hf.options.questions import argument, option_text
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod

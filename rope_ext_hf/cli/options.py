@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from rope_ext_hf.options.questions import Question, argument
+from rope_ext_hf.options.arguments import Options, argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -72,7 +72,7 @@ def command(panel: str, *, interrupted: str = "", repeats: bool = False) -> Call
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceOptions(Question):
+class SourceOptions(Options):
     """Options about the source of a model: its revision, and whether the code that comes with it may run."""
 
     PANEL = "Model"

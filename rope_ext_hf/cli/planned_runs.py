@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rope_ext_hf.cli.console import print_note
 from rope_ext_hf.cli.options import EvalOptions
 from rope_ext_hf.errors import CorpusError, count_text, duration, size_text
-from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
+from rope_ext_hf.eval.measurement_options import MeasurementOptions, Passkey, Perplexity
+from rope_ext_hf.options.arguments import option_words
 from rope_ext_hf.options.method_choice import MethodChoice
-from rope_ext_hf.options.questions import option_words
 from rope_ext_hf.reading.text.documents import Document, Documents, Tokens
 from rope_ext_hf.reading.text.load import load
 
@@ -38,7 +38,7 @@ class PlannedRun:
         load: the options for loading it.
         plan: the plan of the measurement.
         workers: the processes that share the run; the first one prints.
-        question: the options of the measurement, with others of which it would take less time; None: there are none.
+        options: the options of the measurement, with others of which it would take less time; None: there are none.
     """
 
     name: str
@@ -46,7 +46,7 @@ class PlannedRun:
     load: EvalOptions
     plan: RunPlan[Any]
     workers: Workers
-    question: LengthsQuestion | None = None
+    options: MeasurementOptions | None = None
 
     @cached_property
     def device(self) -> torch.device:
@@ -110,7 +110,7 @@ class PlannedRun:
         if too_short := getattr(self.plan.measurement.setting, "left_out", 0):
             are = "document is" if too_short == 1 else "documents are"
             print_note("without", f"{too_short} {are} too short and left out")
-        if most_spans := getattr(self.question, "max_spans", None):
+        if most_spans := getattr(self.options, "max_spans", None):
             print_note("spans", f"at most {most_spans} per length; --max-spans all reads the whole text")
 
     def forecast(self, needed: MemoryEstimate, out: Path) -> Forecast:
@@ -180,17 +180,17 @@ class PlannedRun:
         """
         from rope_ext_hf.reading.cost.operations import MINUTES
 
-        question, seconds = self.question, self._seconds
-        option = "trials" if isinstance(question, Passkey) else "max_spans"
-        if seconds <= MINUTES or not hasattr(question, option):
+        options, seconds = self.options, self._seconds
+        option = "trials" if isinstance(options, Passkey) else "max_spans"
+        if seconds <= MINUTES or not hasattr(options, option):
             return ""
         changed: dict[str, Any] = {}
         if self.device.type == "cpu":
             in_float32 = self._seconds_in("float32")
             if in_float32 < seconds / 2:
                 changed["dtype"], seconds = "float32", in_float32
-        spans = isinstance(question, Perplexity)
-        per_cell = self.plan.measurement.plan.most_spans if spans else getattr(question, option)
+        spans = isinstance(options, Perplexity)
+        per_cell = self.plan.measurement.plan.most_spans if spans else getattr(options, option)
         count = min(per_cell, max(1, int(per_cell * MINUTES / seconds)))
         if count < per_cell:
             changed[option] = count
@@ -227,42 +227,42 @@ _CHARACTERS = 8  # for each token at first: about twice as many as most tokens h
 
 
 def forecast_plan(
-    question: LengthsQuestion,
+    options: MeasurementOptions,
     model: PreTrainedModel,
     methods: MethodChoice | None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     **settings: Any,
 ) -> RunPlan[Any]:
-    """Return a plan with passes as long and as many as those of `question.plan`, which takes the same arguments.
+    """Return a plan with passes as long and as many as those of `options.plan`, which takes the same arguments.
 
-    If the question limits the number of spans, only the beginnings of documents are tokenised, as far as they have that
+    If the options limit the number of spans, only the beginnings of documents are tokenised, as far as they have that
     many spans; a run itself spreads its spans over the whole text. The text around statements is shortened as well.
     """
 
-    def plan(shortened: LengthsQuestion) -> RunPlan[Any]:
+    def plan(shortened: MeasurementOptions) -> RunPlan[Any]:
         return shortened.plan(model, methods, tokenizer=tokenizer, **settings)
 
-    if isinstance(question, Passkey) and question.haystack is not None:
-        haystack = load(question.haystack)
-        characters = _CHARACTERS * max(question.lengths)
-        return plan(replace(question, haystack=_beginnings(haystack, characters, characters)))
-    if not isinstance(question, Perplexity) or question.max_spans is None or question.keys_by is not None:
-        return plan(question)
-    documents = load(question.data)
-    each = _CHARACTERS * max(question.lengths)
+    if isinstance(options, Passkey) and options.haystack is not None:
+        haystack = load(options.haystack)
+        characters = _CHARACTERS * max(options.lengths)
+        return plan(replace(options, haystack=_beginnings(haystack, characters, characters)))
+    if not isinstance(options, Perplexity) or options.max_spans is None or options.keys_by is not None:
+        return plan(options)
+    documents = load(options.data)
+    each = _CHARACTERS * max(options.lengths)
     whole = sum(map(_size, documents))
-    while (total := each * (question.max_spans + 1)) < whole:
+    while (total := each * (options.max_spans + 1)) < whole:
         try:
-            made = plan(replace(question, data=_beginnings(documents, each, total)))
+            made = plan(replace(options, data=_beginnings(documents, each, total)))
         except CorpusError:  # these beginnings are too short, or the text is
             each *= 4
             continue
         spans = Counter(span.length for _, spans in made.measurement.plan.documents for span in spans)
-        if min(spans.values()) >= question.max_spans:
+        if min(spans.values()) >= options.max_spans:
             return made
         each *= 4
-    return plan(replace(question, data=documents))
+    return plan(replace(options, data=documents))
 
 
 def _size(document: Document | Tokens) -> int:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import print_note
-from rope_ext_hf.cli.dataclass_options import FROM_FILE, questions_of
+from rope_ext_hf.cli.dataclass_options import FROM_FILE, options_of
 from rope_ext_hf.cli.options import CONTINUES, command
 from rope_ext_hf.cli.parameters import method_parameters
 from rope_ext_hf.errors import FileError, MethodError, did_you_mean, listed, short
-from rope_ext_hf.options.questions import Argument, kind_of
+from rope_ext_hf.options.arguments import Argument, kind_of
 
 if TYPE_CHECKING:
     from rope_ext_hf.runs.folder.run_file import Inputs, RunFile
@@ -94,9 +94,9 @@ def _comparable(file: RunFile, function: Callable[..., Any], typed: Sequence[str
     options = {word.partition("=")[0] for word in typed if word.startswith("--")}
     fields = [
         described
-        for question in questions_of(function)
-        if question.command == file.command
-        for described in question.described_fields()
+        for options in options_of(function)
+        if options.command == file.command
+        for described in options.described_fields()
     ]
     of_text = {name for field, argument in fields for name in _option_names(field, argument)}
     overridden = {
@@ -123,7 +123,7 @@ def _repeatable(group: Any) -> dict[str, Callable[..., Any]]:
     functions = {}
     for name, typer_command in group.commands.items():
         function = inspect.unwrap(typer_command.callback)
-        if name in [question.command for question in questions_of(function)]:
+        if name in [options.command for options in options_of(function)]:
             functions[name] = function
     return functions
 
@@ -150,7 +150,7 @@ def _checked(file: RunFile, function: Callable[..., Any], typed: Collection[str]
 
     The parameters of methods stand together under the key "parameters".
     """
-    fields = [field for question in questions_of(function) for field in question.described_fields()]
+    fields = [field for options in options_of(function) for field in options.described_fields()]
     checks: dict[str, Callable[[Any], Any]] = {"out": Path}
     names: dict[str, str] = {}  # a key as the option is called, to the name of its field
     for field, argument in fields:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import did_you_mean
-from rope_ext_hf.eval.questions import DEFAULT_METHODS, LengthsQuestion, Passkey, Perplexity, Sweep
+from rope_ext_hf.eval.measurement_options import DEFAULT_METHODS, MeasurementOptions, Passkey, Perplexity, Sweep
 from rope_ext_hf.eval.retrieval.retrieval_runs import Retrieval
 from rope_ext_hf.eval.spans.perplexity_runs import Result
 from rope_ext_hf.hub import load_empty, load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.options.arguments import with_fields_of
 from rope_ext_hf.options.method_choice import MethodChoice
-from rope_ext_hf.options.questions import forward
 from rope_ext_hf.reading.larger.offloaded_weights import device_of_ids
 from rope_ext_hf.reading.text.documents import Corpus
 from rope_ext_hf.runs.folder.run_file import RunFile, run_file
@@ -65,7 +65,7 @@ class _EvaluatorRuns:
 
 def measure(
     model: PreTrainedModel | str | Path,
-    question: LengthsQuestion,
+    options: MeasurementOptions,
     *,
     methods: _Methods | MethodChoice | None = None,
     factors: float | Sequence[float] | None = None,
@@ -87,7 +87,7 @@ def measure(
         model: a causal language model, patched or not, in any dtype, on any device; or a folder, a Hub id or
             "reference", which is loaded. Layers that do not fit its device are then read from main memory or disk, as
             by `rope-ext ppl`.
-        question: the measurement with its arguments: a `Perplexity`, `Sweep`, `Passkey` or `Divergence`.
+        options: the measurement with its arguments: a `Perplexity`, `Sweep`, `Passkey` or `Divergence`.
         methods: one or several names or method objects, measured beside the model as loaded; None: the model as it is,
             alone.
         factors: factors of each method that is given by name; default: the factor that the longest length needs, in a
@@ -101,7 +101,7 @@ def measure(
             continued. Default: no files.
         progress: called with the method's label and the number of tokens read, after each pass; True: a progress bar of
             tqdm; or a `rope_ext_hf.runs.runner.Progress`.
-        file: the description of the run that its folder keeps as run.yaml; default: it is made from `question`.
+        file: the description of the run that its folder keeps as run.yaml; default: it is made from `options`.
 
     Returns:
         The run: `.results`, `.conclusion`, `.table()`, `.plot()`.
@@ -119,19 +119,19 @@ def measure(
     if isinstance(model, (str, Path)):
         empty = load_empty(model)
         empty.name_or_path = str(model)  # an adapter's own folder may hold the tokenizer
-        plan = question.plan(empty, choice, **settings)
+        plan = options.plan(empty, choice, **settings)
         model = load_for_run(model, empty, plan)
     else:
-        plan = question.plan(model, choice, **settings)
+        plan = options.plan(model, choice, **settings)
     if out is not None and file is None:
-        options: dict[str, Any] = {"tokens_per_pass": chunk, "offload_cache": offload_cache or None, "out": out}
-        file = run_file(question, name, *([choice] if choice else []), tokenizer=tokenizer, **options)
-    if isinstance(question, Perplexity):
-        plan = question.with_key_tokens(plan, _EvaluatorRuns(str(device_of_ids(model)), model.dtype, out, file))
+        further: dict[str, Any] = {"tokens_per_pass": chunk, "offload_cache": offload_cache or None, "out": out}
+        file = run_file(options, name, *([choice] if choice else []), tokenizer=tokenizer, **further)
+    if isinstance(options, Perplexity):
+        plan = options.with_key_tokens(plan, _EvaluatorRuns(str(device_of_ids(model)), model.dtype, out, file))
     return carry_out(model, plan, out=out, progress=Progress.of(progress), file=file)
 
 
-@forward(Perplexity)
+@with_fields_of(Perplexity)
 def perplexity(
     model: PreTrainedModel | str | Path,
     corpus: Corpus,
@@ -156,7 +156,7 @@ def perplexity(
     return results_of(model, Perplexity, options | {"data": corpus, "data_name": data}, progress)
 
 
-@forward(Passkey)
+@with_fields_of(Passkey)
 def passkey(
     model: PreTrainedModel | str | Path, *, progress: Callable[[int], object] | bool | None = None, **options: Any
 ) -> Results[Retrieval]:
@@ -180,7 +180,7 @@ def passkey(
     return results_of(model, Passkey, options, progress)
 
 
-@forward(Sweep)
+@with_fields_of(Sweep)
 def sweep(
     model: PreTrainedModel | str | Path,
     corpus: Corpus,
@@ -209,30 +209,30 @@ def sweep(
     return measure(model, Sweep(**fields), methods=methods, out=out, progress=progress, **others)
 
 
-def results_of(model: Any, question: type[LengthsQuestion], options: dict[str, Any], progress: Any) -> Results[Any]:
+def results_of(model: Any, kind: type[MeasurementOptions], options: dict[str, Any], progress: Any) -> Results[Any]:
     """Measure a model, and return the results as a list.
 
     Args:
         model: as `measure` takes it.
-        question: the class with the arguments of the measurement, such as `Perplexity`.
+        kind: the class with the arguments of the measurement, such as `Perplexity`.
         options: fields of this class, and further arguments of `measure`.
         progress: as in `measure`, but a function is called with the number of tokens alone, without the method's label.
     """
-    fields, others = _apart(question, options)
+    fields, others = _apart(kind, options)
     listener = (lambda _, tokens: progress(tokens)) if callable(progress) else progress
-    return Results(measure(model, question(**fields), progress=listener, **others))
+    return Results(measure(model, kind(**fields), progress=listener, **others))
 
 
-def _apart(question: type[LengthsQuestion], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options that are fields of a question, and those that are arguments of `measure`.
+def _apart(kind: type[MeasurementOptions], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options that are fields of a class of options, and those that are arguments of `measure`.
 
     Raises:
         TypeError: an option is neither; the message names the nearest one.
     """
-    fields, others = question.apart(options)
-    known = inspect.signature(measure).parameters.keys() - {"model", "question", "progress"}
+    fields, others = kind.split_kwargs(options)
+    known = inspect.signature(measure).parameters.keys() - {"model", "options", "progress"}
     for name in others:
         if name not in known:
-            every = sorted(known | {field.name for field, _ in question.described_fields()})
+            every = sorted(known | {field.name for field, _ in kind.described_fields()})
             raise TypeError(f"unexpected argument {name!r}.{did_you_mean(name, every)} Known: {', '.join(every)}")
     return fields, others

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from rope_ext_hf.errors import CheckpointError, FileError, short
 from rope_ext_hf.files.whole import layer_folders, resolve_inside
-from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.options.arguments import command_line
 
 _DEPTH = 3  # of subfolders; a Trainer's folder has checkpoint-500/pytorch_model_fsdp_0/.metadata
 _MOST_NAMES = 5_000  # of files and folders: a home folder, or /, is not listed to its end

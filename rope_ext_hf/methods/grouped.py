@@ -42,7 +42,7 @@ class _Grouped(WindowedRemapping):
         super().__post_init__()
 
     @property
-    def by_length(self) -> bool:
+    def depends_on_total_length(self) -> bool:
         return self.beyond_only or self.group == _BY_LENGTH
 
     def at_length(self, length: int) -> Self | None:

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, TypeVar
 
-from rope_ext_hf.bounds import MOST_TOKENS, Length, limit, parse_length, whole
+from rope_ext_hf.bounds import MOST_TOKENS, Length, check_int, limit, parse_length
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedScaling, is_number
 from rope_ext_hf.options.method_choice import folded, unknown_method
@@ -246,7 +246,7 @@ def accepts_factor(name: str) -> bool:
 
 def _factor_for(rotary: Rotary | None, target_length: int) -> float:
     """Return the factor that extends a model to `target_length` tokens, a multiple of its context length."""
-    whole("target_length", target_length, least=-math.inf)
+    check_int("target_length", target_length, least=-math.inf)
     if rotary is None:
         raise MethodError("target_length needs a model or a Rotary to be measured against; give factor")
     if target_length < (context_length := rotary.context_length):
@@ -293,7 +293,7 @@ def _check_whole(saved: Mapping[str, Any], **most: int) -> None:
     for key, limit_ in most.items():
         value = saved.get(key)
         if value is not None:
-            whole(f"not a saved rotary embedding: {key}", value, 0, limit_)
+            check_int(f"not a saved rotary embedding: {key}", value, 0, limit_)
 
 
 def frequencies(

@@ -76,7 +76,7 @@ class AttentionRule:
     """Whether the rule changes nothing but the size of queries. The model's own attention function then runs."""
 
     @property
-    def by_length(self) -> bool:
+    def depends_on_total_length(self) -> bool:
         """True if the rule for a row of the batch depends on the length of that row."""
         return False
 
@@ -94,7 +94,7 @@ class AttentionRule:
 
         Queries arrive rotated to the same positions, before a zone is chosen for them.
         """
-        return RemappedPosition(n) if self.by_length else self.key_position(n)
+        return RemappedPosition(n) if self.depends_on_total_length else self.key_position(n)
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
         """Return the positions that queries at `m` are rotated to for the keys of a far zone, numbered from 1.
@@ -199,7 +199,7 @@ class RemappingMethod(RopeMethod, AttentionRule):
                 f"{self.name}: frequency must be a frequency method that does not depend on the length of the input, "
                 f"such as yarn; got {frequency!r}"
             )
-        if self.by_length:
+        if self.depends_on_total_length:
             raise MethodError(
                 f"{self.name}: short rows are read by the model as loaded, and {frequency.name} would change their "
                 "frequencies. Leave frequency out, or remap rows of every length (no beyond_only, a number as group)"
@@ -258,7 +258,7 @@ class RemappingMethod(RopeMethod, AttentionRule):
             )
 
     @property
-    def by_length(self) -> bool:
+    def depends_on_total_length(self) -> bool:
         """True if the rule for a row depends on its length.
 
         Rows of up to `max_distance` tokens are then not remapped, and longer ones are.
@@ -267,17 +267,17 @@ class RemappingMethod(RopeMethod, AttentionRule):
 
     @property
     def keeps_bits(self) -> bool:
-        return self.by_length
+        return self.depends_on_total_length
 
     def depends_on_length(self, rotary: Rotary) -> bool:
-        return self.by_length or super().depends_on_length(rotary)
+        return self.depends_on_total_length or super().depends_on_length(rotary)
 
     def at_length(self, length: int) -> Self | None:
         """Return the rule for rows of `length` tokens, which no longer depends on a length.
 
         None: rows of this length are read as by the unpatched model.
         """
-        if not self.by_length:
+        if not self.depends_on_total_length:
             return self
         assert self.max_distance is not None
         return None if length <= self.max_distance else self
@@ -303,7 +303,7 @@ class RemappingMethod(RopeMethod, AttentionRule):
         return saved
 
     def unchanged_length(self, rotary: Rotary) -> int:
-        if self.by_length:
+        if self.depends_on_total_length:
             return self.max_distance or rotary.context_length
         if self.frequency is not None and not super().unchanged_length(rotary):
             return 0
@@ -323,7 +323,7 @@ class RemappingMethod(RopeMethod, AttentionRule):
     @property
     def note(self) -> str:
         """A sentence that says what the method, once bound to a model, does with far keys."""
-        short = f"Rows of up to {self.max_distance:,} tokens are not remapped. " if self.by_length else ""
+        short = f"Rows of up to {self.max_distance:,} tokens are not remapped. " if self.depends_on_total_length else ""
         return (
             f"{short}Far keys are seen at relative positions up to {self.max_distance:,}, which the model was trained "
             "at; frequencies stay as they are."

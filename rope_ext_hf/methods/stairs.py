@@ -102,7 +102,7 @@ class _StairsInBands(Stairs):
     the diagonal of their square, and zone 2 above it, where the distance is B larger.
     """
 
-    by_length = True
+    depends_on_total_length = True
     first: int = 0
 
     def key_position(self, n: Tensor) -> RemappedPosition:

@@ -18,7 +18,7 @@ from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.engine_keys import former_keys
 
-__all__ = ["PATCH_KEY", "SAVED_KEYS", "PatchSpec", "before_patches", "checked_specs", "recorded_specs", "saved_specs"]
+__all__ = ["PATCH_KEY", "SAVED_KEYS", "Patch", "before_patches", "checked_specs", "recorded_specs", "saved_specs"]
 
 PATCH_KEY = "rope_ext_hf"
 """The config key of the record."""
@@ -27,7 +27,7 @@ SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_positi
 
 
 @dataclass(frozen=True)
-class PatchSpec:
+class Patch:
     """One patch, with every parameter of its method filled in.
 
     Attributes:
@@ -66,7 +66,7 @@ class PatchSpec:
         return saved
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> PatchSpec:
+    def from_dict(cls, saved: Mapping[str, Any]) -> Patch:
         """Return the patch that `to_dict` wrote; other keys beside its own are ignored.
 
         Raises:
@@ -98,12 +98,12 @@ def _wrong_value(key: str, kind: str, value: Any) -> MethodError:
     return MethodError(f"not a saved patch: {key} must be {kind}, and is {short(repr(value))}")
 
 
-def saved_specs(record: Mapping[str, Any]) -> list[PatchSpec]:
+def saved_specs(record: Mapping[str, Any]) -> list[Patch]:
     """Return the patches of a record, bottom first; MethodError where it is damaged."""
-    return [PatchSpec.from_dict(saved) for saved in (*record.get("below", ()), record)]
+    return [Patch.from_dict(saved) for saved in (*record.get("below", ()), record)]
 
 
-def checked_specs(record: Any, owner: str) -> list[PatchSpec]:
+def checked_specs(record: Any, owner: str) -> list[Patch]:
     """Return the patches of a record that any program may have written or changed, bottom first.
 
     Args:
@@ -125,13 +125,13 @@ def checked_specs(record: Any, owner: str) -> list[PatchSpec]:
         raise CheckpointError(f"the {PATCH_KEY!r} record of {owner} is damaged ({reason}); delete that key") from error
 
 
-def recorded_specs(config: Any) -> list[PatchSpec]:
+def recorded_specs(config: Any) -> list[Patch]:
     """Return the patches that a config object records, bottom first; none where it has no record."""
     record = vars(config).get(PATCH_KEY)
     return [] if record is None else saved_specs(record)
 
 
-def replaced_note(recorded: Sequence[PatchSpec], spec: PatchSpec, over: str = "over='patched'") -> str | None:
+def replaced_note(recorded: Sequence[Patch], spec: Patch, over: str = "over='patched'") -> str | None:
     """Return a sentence on the patch that a folder records and that a new one replaces; None where there is none.
 
     Args:

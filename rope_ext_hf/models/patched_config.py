@@ -18,7 +18,7 @@ from rope_ext_hf.models.config import PLUGIN_PREFIX, rope_dict
 from rope_ext_hf.models.config_keys import GEOMETRY_KEYS
 from rope_ext_hf.models.engine_keys import KEYS_FOR_OTHER_ENGINES, attention_factor_keys
 from rope_ext_hf.models.families import Family, family, linear_is_extended
-from rope_ext_hf.models.patch_records import PATCH_KEY, SAVED_KEYS, PatchSpec
+from rope_ext_hf.models.patch_records import PATCH_KEY, SAVED_KEYS, Patch
 
 __all__ = ["config_encoding", "softmax_scale", "write_settings"]
 
@@ -52,7 +52,7 @@ class ConfigEncoding:
         return str(self.parameters["rope_type"])
 
 
-def config_encoding(config: Any, spec: PatchSpec, layer_type: str | None, *, writable: bool = True) -> ConfigEncoding:
+def config_encoding(config: Any, spec: Patch, layer_type: str | None, *, writable: bool = True) -> ConfigEncoding:
     """Return how a config states a patch; nothing is changed.
 
     Args:
@@ -102,7 +102,7 @@ def config_encoding(config: Any, spec: PatchSpec, layer_type: str | None, *, wri
     return ConfigEncoding(parameters, extended, saved_length, exact=exact)
 
 
-def _states_extended_length(config: Any, spec: PatchSpec) -> bool:
+def _states_extended_length(config: Any, spec: Patch) -> bool:
     """Return whether max_position_embeddings beside a linear scaling is the extended length in this model's config."""
     own = spec.rotary.own
     if own is not None and own.method.name == "linear":  # the config of this very model shows it
@@ -155,7 +155,7 @@ def softmax_scale(known: Family, settings: Mapping[str, Any]) -> float:
 
 
 def write_rope(
-    config: Any, encoding: ConfigEncoding, spec: PatchSpec, below: Sequence[PatchSpec], layer_types: list[str | None]
+    config: Any, encoding: ConfigEncoding, spec: Patch, below: Sequence[Patch], layer_types: list[str | None]
 ) -> None:
     """Write a patch and its record into a copy of a config.
 

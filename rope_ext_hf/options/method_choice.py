@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from rope_ext_hf.bounds import MOST_TOKENS, as_list, parse_length
 from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean, short
-from rope_ext_hf.options.questions import Question, argument
+from rope_ext_hf.options.arguments import Options, argument
 
 __all__ = ["LayerChoice", "MethodChoice", "PatchChoice", "parse_numbers"]
 
@@ -141,7 +141,7 @@ def _parse_layers(value: Any) -> tuple[str | int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodChoice(Question):
+class MethodChoice(Options):
     """The methods that a user chose, their factors or target length, what they extend, and their other parameters."""
 
     PANEL: ClassVar[str | None] = "Methods (rope-ext methods lists their parameters, which are options too)"
@@ -184,7 +184,7 @@ class MethodChoice(Question):
     parameters: dict[str, Any] | Any = argument(None, "", parse=lambda value: dict(value or {}), option=False)
 
     @property
-    def underneath(self) -> dict[str, Any]:
+    def base_arguments(self) -> dict[str, Any]:
         """The arguments `over` and `context_length` of `rope_ext_hf.patch`, which state what the method extends."""
         return {"over": self.over, "context_length": self.context_length}
 
@@ -236,7 +236,7 @@ class PatchChoice(MethodChoice):
             "method": self.method[0] if self.method else None,
             "factor": self.factor[0] if self.factor else None,
             "target_length": self.target_length,
-            **self.underneath,
+            **self.base_arguments,
             **self.parameters,
         }
 

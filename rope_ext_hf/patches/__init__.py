@@ -6,10 +6,10 @@ The door:
     applying: change a model as planned, after a trial with a cache where it needs one, and take patches off again.
     loading, loading_classes: load models and adapters with the patch that was saved with them.
     describing: which method a model runs, what lies underneath, and how it would be saved.
-    geometry: the rotary embedding that a patch starts from.
+    base_rope: the rotary embedding that a patch starts from.
     held_lengths: the lengths at which `fixed_length` holds a model, whatever patch it has.
     whole_models: extend the patch of a part to the model around it, before that is saved.
-    stand_in: try a patch on a small random model, where the weights are not at hand.
+    small_replica: try a patch on a small random model, where the weights are not at hand.
 
 The rooms behind it:
     slots: the rotary modules of a model, and what stands in their place.

@@ -15,7 +15,7 @@ from torch import nn
 
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.decoder_arguments import check_names
-from rope_ext_hf.models.patch_records import PatchSpec
+from rope_ext_hf.models.patch_records import Patch
 from rope_ext_hf.models.weights_at_hand import missing_weights
 from rope_ext_hf.patches.forward.attention_function import register
 from rope_ext_hf.patches.forward.attention_hooks import RemappingHooks, attach, detach
@@ -27,9 +27,15 @@ from rope_ext_hf.patches.planning import PatchPlan, plan_replay
 from rope_ext_hf.patches.saved.adapters import stop_recording
 from rope_ext_hf.patches.saved.generation_length import extend_generation
 from rope_ext_hf.patches.saved.saving import attach_saving
-from rope_ext_hf.patches.slots.angle_tables import fill_slot
 from rope_ext_hf.patches.slots.patch_state import swap_configs
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, check_filled, patch_state, patched_slots, present_specs
+from rope_ext_hf.patches.slots.patched_slot import (
+    PatchedRotaryEmbedding,
+    active_patches,
+    check_filled,
+    patch_state,
+    patched_slots,
+)
+from rope_ext_hf.patches.slots.roformer import make_replacement
 from rope_ext_hf.patches.trials.continuation_probe import (
     TOKENS,
     NotTriedError,
@@ -46,7 +52,7 @@ from rope_ext_hf.patches.whole_models import cover_models_above
 M = TypeVar("M", bound=nn.Module)
 
 
-def replay(model: M, specs: Sequence[PatchSpec], earlier: Sequence[PatchedSlot] = ()) -> M:
+def reapply(model: M, specs: Sequence[Patch], earlier: Sequence[PatchedRotaryEmbedding] = ()) -> M:
     """Patch a model, in place, as it was patched before or as the folder it comes from records, and return it.
 
     Args:
@@ -83,8 +89,10 @@ def apply_plan(plan: PatchPlan) -> None:
     if hooks is not None:
         for slot in plan.slots:
             check_names(decoder_of(model, slot.parent))
-    modules = [fill_slot(slot, method, state.spec.rotary, state) for slot in plan.slots]  # may still refuse a value
-    before, slots = present_specs(model), patched_slots(model)
+    modules = [
+        make_replacement(slot, method, state.spec.rotary, state) for slot in plan.slots
+    ]  # may still refuse a value
+    before, slots = active_patches(model), patched_slots(model)
     try:
         if hooks is not None:
             _try_with_a_cache(plan, hooks)
@@ -95,26 +103,26 @@ def apply_plan(plan: PatchPlan) -> None:
         attach_saving(model, modules[0])
         extend_generation(model, modules[0])
     except BaseException:
-        take_off(model)
+        remove_patch(model)
         if before:
-            replay(model, before, slots)
+            reapply(model, before, slots)
         raise
     modules[0].before_use = _before_use
     modules[0].hooks.append(modules[0].register_state_dict_pre_hook(cover_models_above))  # type: ignore[no-untyped-call]
 
 
-def _before_use(slot: PatchedSlot) -> None:
+def _before_use(slot: PatchedRotaryEmbedding) -> None:
     """Check who trains a patched model, and see to it that the whole model states the patch of a part."""
     check_trainers_above(slot)
     cover_models_above(slot)
 
 
-def needs_hooks(spec: PatchSpec) -> bool:
+def needs_hooks(spec: Patch) -> bool:
     """Return whether a patch needs hooks around the decoder; only then does `patch` try it by running tokens."""
     return _hooks_for(spec) is not None
 
 
-def _hooks_for(spec: PatchSpec) -> type[DecoderHooks] | None:
+def _hooks_for(spec: Patch) -> type[DecoderHooks] | None:
     """Return the class of the hooks that a patch needs around each decoder; None for a static method."""
     if isinstance(spec.method, RemappingMethod):
         return RemappingHooks
@@ -141,19 +149,19 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
         layers = small_layers(plan.attention, spec.method, method, rotary)
         small = PatchPlan(model, state, plan.slots, layers)
         try:
-            _install(small, [fill_slot(slot, method, rotary, state) for slot in plan.slots], hooks)
+            _install(small, [make_replacement(slot, method, rotary, state) for slot in plan.slots], hooks)
             difference = try_continuation(model, decoder, kind, spec.method)
         finally:
-            take_off(model)
+            remove_patch(model)
         check_difference(model, decoder, spec.method.name, *difference)
     except NotTriedError as reason:
         plan.state.notes += (f"Generating with a cache was not checked, because {reason}.",)
 
 
-def _install(plan: PatchPlan, modules: Sequence[PatchedSlot], hooks: type[DecoderHooks] | None) -> None:
+def _install(plan: PatchPlan, modules: Sequence[PatchedRotaryEmbedding], hooks: type[DecoderHooks] | None) -> None:
     """Put the modules, configs and hooks of a plan into its model, and take off a patch that the model has."""
     model, state = plan.model, plan.state
-    take_off(model)
+    remove_patch(model)
     swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})
     if isinstance(state.spec.method, RemappingMethod):
         register()
@@ -184,7 +192,7 @@ def patch_as_planned(plan: PatchPlan) -> None:
         warnings.warn(plan.state.warning, stacklevel=3)
 
 
-def take_off(model: nn.Module) -> None:
+def remove_patch(model: nn.Module) -> None:
     """Take every patch off a model, in place; a model that is not patched is left alone.
 
     Raises:
@@ -196,7 +204,7 @@ def take_off(model: nn.Module) -> None:
         check_filled(slot.replaced)
     for parent in list(model.modules()):
         for attribute, child in list(parent.named_children()):
-            if isinstance(child, PatchedSlot):
+            if isinstance(child, PatchedRotaryEmbedding):
                 setattr(parent, attribute, child.replaced)
                 for hook in child.hooks:
                     hook.remove()

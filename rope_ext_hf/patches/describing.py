@@ -14,7 +14,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.config import read_rope
 from rope_ext_hf.models.patch_records import before_patches, recorded_specs
 from rope_ext_hf.models.recipes import recipe_note
-from rope_ext_hf.patches.geometry import base_rope_of_config, check_pairing
+from rope_ext_hf.patches.base_rope import base_rope_of_config, check_pairing
 from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.rows.row_probe import pairing_of
 from rope_ext_hf.patches.saved.adapters import SAVE_ROUTE, modules_with_adapters

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, tables_of
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, tables_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class _Hold:
     length: int
     blocks: ExitStack = field(default_factory=ExitStack)
 
-    def add(self, slot: PatchedSlot) -> None:
+    def add(self, slot: PatchedRotaryEmbedding) -> None:
         """Hold the length-dependent rotary modules of a slot."""
         for table in tables_of([slot]):
             if table.method.depends_on_length(table.rotary):
@@ -36,7 +36,7 @@ _holds: WeakKeyDictionary[nn.Module, list[_Hold]] = WeakKeyDictionary()
 
 
 @contextmanager
-def held_at(replaced: Iterable[nn.Module], slots: Iterable[PatchedSlot], length: int) -> Iterator[None]:
+def held_at(replaced: Iterable[nn.Module], slots: Iterable[PatchedRotaryEmbedding], length: int) -> Iterator[None]:
     """Hold the slots of a model at a length inside the with block, and those that are patched anew inside it.
 
     Args:
@@ -60,7 +60,7 @@ def held_at(replaced: Iterable[nn.Module], slots: Iterable[PatchedSlot], length:
                 _holds[module].remove(hold)
 
 
-def hold_again(slots: Iterable[PatchedSlot]) -> None:
+def hold_again(slots: Iterable[PatchedRotaryEmbedding]) -> None:
     """Hold slots that were patched inside `fixed_length` at its length."""
     for slot in slots:
         for hold in _holds.get(slot.replaced, ()):

@@ -33,7 +33,7 @@ from rope_ext_hf.models.patch_records import (
     undo_saved_patch,
     written_keys,
 )
-from rope_ext_hf.patches.applying import patch_as_planned, replay
+from rope_ext_hf.patches.applying import patch_as_planned, reapply
 from rope_ext_hf.patches.planning import plan_patch
 from rope_ext_hf.patches.saved.adapters import Adapter, find_adapter, finding_base, keep_pairing
 from rope_ext_hf.patches.saved.fingerprint import check_recorded, fingerprint_of
@@ -47,7 +47,7 @@ from rope_ext_hf.patches.saved.gguf_models import (
     with_gguf_file,
 )
 from rope_ext_hf.patches.saved.loading_code import without_loading_code
-from rope_ext_hf.patches.slots.angle_tables import restore_table
+from rope_ext_hf.patches.slots.roformer import restore_table
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
@@ -365,6 +365,6 @@ def restore_patch(model: PreTrainedModel, record: Mapping[str, Any]) -> PreTrain
         FingerprintError: the patched model rotates differently from the one that was saved.
     """
     restore_generation_length(model, record)
-    replay(model, tuple(saved_specs(record)))
+    reapply(model, tuple(saved_specs(record)))
     check_recorded(model, record)
     return model

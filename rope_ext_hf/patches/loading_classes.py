@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.patches.loading import before_patch, from_pretrained, load_patched_config, restore_patch
 from rope_ext_hf.patches.saved.adapters import find_adapter
-from rope_ext_hf.patches.stand_in import check_without_weights
+from rope_ext_hf.patches.small_replica import check_without_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

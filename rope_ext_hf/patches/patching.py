@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import nn
 
-from rope_ext_hf.bounds import Length, parse_length, whole
+from rope_ext_hf.bounds import Length, check_int, parse_length
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.models.layer_types import Layers
-from rope_ext_hf.models.patch_records import PatchSpec, replaced_note
-from rope_ext_hf.patches.applying import patch_as_planned, replay, take_off
+from rope_ext_hf.models.patch_records import Patch, replaced_note
+from rope_ext_hf.patches.applying import patch_as_planned, reapply, remove_patch
 from rope_ext_hf.patches.held_lengths import held_at
 from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.planning import plan_patch
-from rope_ext_hf.patches.slots.patched_slot import patched_slots, present_specs, tables_of
+from rope_ext_hf.patches.slots.patched_slot import active_patches, patched_slots, tables_of
 from rope_ext_hf.patches.slots.slot_finding import find_slots, own_length_dependent
 
 if TYPE_CHECKING:
@@ -105,10 +105,10 @@ def patch(
             names only some of the layers that share a rotary embedding.
         CheckpointError: the name is not that of a model; or the weights are in another pairing than the class rotates.
     """
-    recorded: Sequence[PatchSpec] = ()
+    recorded: Sequence[Patch] = ()
     if isinstance(model, (str, Path)):
         model = from_pretrained(model)
-        recorded = present_specs(model)
+        recorded = active_patches(model)
     plan = plan_patch(
         model,
         method,
@@ -137,9 +137,9 @@ def unpatch(model: M) -> M:
     Returns:
         The same model.
     """
-    below = present_specs(model)[:-1]
-    take_off(model)
-    return replay(model, below) if below else model
+    below = active_patches(model)[:-1]
+    remove_patch(model)
+    return reapply(model, below) if below else model
 
 
 @contextmanager
@@ -154,14 +154,14 @@ def patched(
     A patch that the model had comes back as well, with what it has remembered and trained, also when the block ends
     with an exception. The arguments and the errors are those of `patch`.
     """
-    before, slots = present_specs(model), patched_slots(model)
+    before, slots = active_patches(model), patched_slots(model)
     patch(model, method, factor, **kwargs)
     try:
         yield model
     finally:
-        take_off(model)
+        remove_patch(model)
         if before:
-            replay(model, before, slots)
+            reapply(model, before, slots)
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def fixed_length(model: M, length: Length) -> Iterator[M]:
         MethodError: `length` is below 1.
         UnsupportedModelError: the model is not patched, and its own config is length-dependent; patch it first.
     """
-    length = whole("length", parse_length(length))
+    length = check_int("length", parse_length(length))
     slots = patched_slots(model)
     own_method = next(own_length_dependent(model), None)
     if own_method is not None:
@@ -206,5 +206,5 @@ def reset(model: M) -> M:
 
 def patched_method(model: nn.Module) -> RopeMethod | None:
     """Return the method that `patch` put into a model; None if the model is not patched."""
-    specs = present_specs(model)
+    specs = active_patches(model)
     return specs[-1].method if specs else None

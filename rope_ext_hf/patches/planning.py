@@ -21,16 +21,16 @@ from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.families import family, rotates_back
 from rope_ext_hf.models.layer_types import Layers
-from rope_ext_hf.models.patch_records import PatchSpec, recorded_specs, replaced_note, undo_saved_patch
+from rope_ext_hf.models.patch_records import Patch, recorded_specs, replaced_note, undo_saved_patch
 from rope_ext_hf.models.patched_config import ConfigEncoding, config_encoding, softmax_scale, write_rope
 from rope_ext_hf.models.recipes import recipe_warning
 from rope_ext_hf.models.weights_at_hand import on_meta_device
+from rope_ext_hf.patches.base_rope import BaseRope, base_rope, check_pairing, fill_parameters, stated_length
 from rope_ext_hf.patches.forward.attention_interface import Layer
 from rope_ext_hf.patches.forward.attention_probe import probe_layers
-from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length
-from rope_ext_hf.patches.slots.angle_tables import check_method
 from rope_ext_hf.patches.slots.patch_state import ConfigSwap, PatchState, copied_configs, stating_rope
 from rope_ext_hf.patches.slots.patched_slot import Slot, patch_state
+from rope_ext_hf.patches.slots.roformer import check_method
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 
 M = TypeVar("M", bound=nn.Module)
@@ -102,7 +102,7 @@ def plan_patch(
     rotary = site.base.rotary
     resolved = resolve_method(method, rotary, factor=factor, target_length=target_length, **params)
     length = target_length or stated_length(resolved, rotary, factor)
-    spec = PatchSpec(resolved, rotary, length, native, layers)
+    spec = Patch(resolved, rotary, length, native, layers)
     plan = _plan(site, spec, live=site.base.live, saved=site.base.saved)
     recorded = recorded_specs(site.slots[0].config) if patch_state(model) is None else []
     replaced = replaced_note(recorded, plan.state.spec)
@@ -113,7 +113,7 @@ def plan_patch(
     return plan
 
 
-def plan_replay(model: nn.Module, specs: Sequence[PatchSpec]) -> PatchPlan:
+def plan_replay(model: nn.Module, specs: Sequence[Patch]) -> PatchPlan:
     """Return the plan that patches a model as it was patched before, or as the folder it comes from records.
 
     Args:
@@ -150,7 +150,7 @@ def _find_site(
     return _Site(model, slots, configs, config, base)
 
 
-def _plan(site: _Site, spec: PatchSpec, *, live: tuple[PatchSpec, ...], saved: tuple[PatchSpec, ...]) -> PatchPlan:
+def _plan(site: _Site, spec: Patch, *, live: tuple[Patch, ...], saved: tuple[Patch, ...]) -> PatchPlan:
     """Return the plan of a patch.
 
     Args:
@@ -166,7 +166,7 @@ def _plan(site: _Site, spec: PatchSpec, *, live: tuple[PatchSpec, ...], saved: t
             f"{spec.layers}"
         )
     slots[0].layers.check_method(spec.method, spec.layers)
-    method = bind_to(spec.method, spec.rotary, config, spec.target_length)
+    method = fill_parameters(spec.method, spec.rotary, config, spec.target_length)
     spec = replace(spec, method=method, target_length=spec.target_length or method.extended_length(spec.rotary))
     _check_method(model, slots, spec)
     attention: list[tuple[nn.Module, Layer]] = []
@@ -195,7 +195,7 @@ def _plan(site: _Site, spec: PatchSpec, *, live: tuple[PatchSpec, ...], saved: t
     return PatchPlan(model, state, tuple(slots), tuple(attention))
 
 
-def _write_configs(site: _Site, spec: PatchSpec, below: tuple[PatchSpec, ...]) -> ConfigEncoding:
+def _write_configs(site: _Site, spec: Patch, below: tuple[Patch, ...]) -> ConfigEncoding:
     """Write a patch over those `below`, bottom first, into the copied configs of a site, and return its encoding."""
     scaled = [layer_type for slot in site.slots for layer_type in slot.scaled_layers]
     layer_types = list(dict.fromkeys(scaled))
@@ -245,7 +245,7 @@ def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_method(model: nn.Module, slots: Sequence[Slot], spec: PatchSpec) -> None:
+def _check_method(model: nn.Module, slots: Sequence[Slot], spec: Patch) -> None:
     """Raise an error if the slots of a model cannot run a method with its parameters."""
     method, model_type = spec.method, slots[0].config.model_type
     check_method(slots, method, spec.rotary)

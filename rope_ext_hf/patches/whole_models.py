@@ -26,7 +26,7 @@ from rope_ext_hf.patches.saved.adapters import record_patch
 from rope_ext_hf.patches.saved.generation_length import extend_generation
 from rope_ext_hf.patches.saved.saving import attach_saving, finish_saving, saves_patch
 from rope_ext_hf.patches.slots.patch_state import copied_configs, stating_rope, swap_configs
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, patched_slots
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, patched_slots
 from rope_ext_hf.patches.slots.slot_finding import rotary_modules
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _cover(whole: PreTrainedModel) -> str:
         return "its parts were patched one by one"
     if not places:
         return "it describes none of the layers, which have a config of their own"
-    if not all(isinstance(getattr(place.parent, place.attribute), PatchedSlot) for place in places):
+    if not all(isinstance(getattr(place.parent, place.attribute), PatchedRotaryEmbedding) for place in places):
         return "it describes other layers, which are not patched"
     for swap in state.configs:
         swap.sync_changes_of_original()

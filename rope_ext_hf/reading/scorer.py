@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from rope_ext_hf.bounds import whole
+from rope_ext_hf.bounds import check_int
 from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.patches.base_rope import check_pairing
 from rope_ext_hf.patches.forward.forward_hooks import decoder_of
-from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.patching import fixed_length, patched
 from rope_ext_hf.patches.slots.patched_slot import Slot, patched_slots, tables_of
 from rope_ext_hf.patches.slots.slot_finding import find_slots
@@ -107,7 +107,7 @@ class TokenScorer:
         slots = find_slots(model)
         for name, value in (("chunk", chunk), ("head_bytes", head_bytes), ("longest", longest)):
             if value is not None:
-                whole(name, value)
+                check_int(name, value)
         self.model = model
         chunk_bytes, default_head_bytes = budgets(self._device)
         if chunk is None:
@@ -201,7 +201,7 @@ class TokenScorer:
         return available(self._device) // (_SHARE_OF_TEXTS * per_token)
 
     @property
-    def by_length(self) -> bool:
+    def depends_on_total_length(self) -> bool:
         """True if what the model makes of a token, patched as it is now, depends on the length of the whole input."""
         slots = patched_slots(self.model)
         if not slots:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rope_ext_hf.bounds import whole
+from rope_ext_hf.bounds import check_int
 from rope_ext_hf.errors import CorpusError, MethodError, warn_caller
 from rope_ext_hf.hub import added_tokens, leading_tokens, load_tokenizer
 from rope_ext_hf.models.layer_types import AttentionLayers
@@ -212,7 +212,7 @@ class Pass(NamedTuple):
     spans: tuple[Span, ...]
 
 
-def span_passes(spans: Iterable[Span], *, by_length: bool) -> list[Pass]:
+def span_passes(spans: Iterable[Span], *, depends_on_total_length: bool) -> list[Pass]:
     """Return the passes in which spans of one document are read, in the order of the spans.
 
     Spans that read the same tokens at the same length share a pass. Where the method does not follow the length of the
@@ -221,9 +221,9 @@ def span_passes(spans: Iterable[Span], *, by_length: bool) -> list[Pass]:
 
     Args:
         spans: the spans.
-        by_length: whether the method follows the length of the input.
+        depends_on_total_length: whether the method follows the length of the input.
     """
-    of_pass = attrgetter("context", "start", "stop") if by_length else attrgetter("start")
+    of_pass = attrgetter("context", "start", "stop") if depends_on_total_length else attrgetter("start")
     shared: dict[Any, list[Span]] = {}
     for span in spans:
         shared.setdefault(of_pass(span), []).append(span)
@@ -259,17 +259,20 @@ class EvalPlan:
     recent: int = 0
     note: str = ""
 
-    def passes(self, *, by_length: bool, recent: bool = False) -> list[int]:
+    def passes(self, *, depends_on_total_length: bool, recent: bool = False) -> list[int]:
         """Return the number of tokens in each pass under one method.
 
         Args:
-            by_length: whether the method follows the length of the input, so that spans from one beginning do not share
-                a pass, see `span_passes`.
+            depends_on_total_length: whether the method follows the length of the input, so that spans from one
+                beginning do not share a pass, see `span_passes`.
             recent: count the passes of the reference too.
         """
         passes = []
         for _, spans in self.documents:
-            passes += [stop - start for start, stop, _, _ in span_passes(spans, by_length=by_length)]
+            passes += [
+                stop - start
+                for start, stop, _, _ in span_passes(spans, depends_on_total_length=depends_on_total_length)
+            ]
             if recent:
                 passes += [self.recent for _ in self.recent_spans(spans)]
         return passes
@@ -335,7 +338,7 @@ def make_plan(
     ordered, scored = check_lengths(lengths, targets)
     for name, value in (("stride", stride), ("max_spans", max_spans)):
         if value is not None:
-            whole(name, value)
+            check_int(name, value)
     prefix = prefix_tokens(tokenizer, bos, chosen.default_prefix)
     options = ProtocolOptions(scored, stride, max(1, len(prefix)))
     least = ordered[0] - (scored if chosen.uses_targets else 1)  # tokens that no span of the shortest length scores
@@ -474,7 +477,7 @@ def prepare(
         documents += tokenize(raw, tokenizer, bos=bos, default=default)
     check_vocabulary(model, documents)
     plan = make_plan(documents, tokenizer=tokenizer, bos=bos, **options)
-    check_prompts(model, (), max(plan.passes(by_length=False)))
+    check_prompts(model, (), max(plan.passes(depends_on_total_length=False)))
     read = [document for document, _ in plan.documents]
     unknown = "" if tokenizer is None else warn_of_unknown(read, tokenizer)
     return replace(plan, note="\n".join(filter(None, (loaded.note, unknown))))

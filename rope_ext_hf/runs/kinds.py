@@ -38,21 +38,21 @@ class RunKind(RunDisplay):
 
     setting: ClassVar[type]
 
-    def fit(self, question: Any, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
-        """Return the question (the arguments of the measurement) adapted to a model, and the methods to measure.
+    def fit(self, options: Any, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
+        """Return the options of the measurement adapted to a model, and the methods to measure.
 
-        By default the question stays the same, and each chosen name gives one method per factor; a method without a
+        By default the options stay the same, and each chosen name gives one method per factor; a method without a
         factor is fitted to the longest length.
         """
-        return question, resolve_choice(methods, model, max(question.lengths))
+        return options, resolve_choice(methods, model, max(options.lengths))
 
     def plan(
-        self, question: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
+        self, options: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
         """Return the plan for a run: what it reads and scores; no weights are read.
 
         Args:
-            question: the arguments of the measurement, a `rope_ext_hf.eval.questions.LengthsQuestion` of this kind.
+            options: the options of the measurement, of the class that `rope_ext_hf.eval` has for this kind.
             model: the model; it may be on the meta device.
             tokenizer: default: the one beside the model's weights.
             **settings: further fields of `RunPlan`: methods, over, context_length, chunk, offload_cache.
@@ -60,7 +60,7 @@ class RunKind(RunDisplay):
         Raises:
             MethodError, CorpusError: the arguments do not fit this model or this text.
         """
-        raise MethodError(f"runs of the kind {self.name!r} answer no question of their own")
+        raise MethodError(f"runs of the kind {self.name!r} cannot be started by a command of their own")
 
     @abstractmethod
     def parse(self, item: str, value: Any) -> Value:

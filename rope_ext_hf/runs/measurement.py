@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from rope_ext_hf.errors import short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.base_rope import patch_geometry
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.conclusions.labels import Method
 

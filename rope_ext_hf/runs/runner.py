@@ -25,7 +25,7 @@ from rope_ext_hf.files.whole import disk_errors, json_digest, parse_json_object,
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.models.temporary import evaluating
 from rope_ext_hf.patches.patching import patched, patched_method
-from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.runs.conclusions.labels import Method, label, method_key
 from rope_ext_hf.runs.folder import journal
@@ -143,7 +143,7 @@ class _Job:
             saved = self.loaded if method is None else method.to_dict()
             self.methods[method_key(saved)] = (method, saved)
         patched_in_again = self.loaded is not None and self.methods[method_key(self.loaded)][0] is not None
-        if patched_in_again and self.basis != Basis.from_specs(present_specs(model)):
+        if patched_in_again and self.basis != Basis.from_specs(active_patches(model)):
             raise MethodError(
                 f"the model is patched with {label(self.loaded)} already; to measure that method with another over or "
                 "context_length, give the model without its patch"
@@ -218,7 +218,7 @@ class _Job:
 
     def _applied(self, method: RopeMethod | None) -> AbstractContextManager[Any]:
         """Patch the model with a method inside the `with` block, unless the model already has it in the same place."""
-        specs = present_specs(self.model)
+        specs = active_patches(self.model)
         is_present = bool(specs) and method == specs[-1].method and self.basis == Basis.from_specs(specs)
         if method is None or is_present:
             return nullcontext()

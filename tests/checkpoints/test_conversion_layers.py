@@ -15,7 +15,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.models.families import families
-from rope_ext_hf.patches.geometry import checkpoint_geometry
+from rope_ext_hf.patches.base_rope import checkpoint_geometry
 from tests.support.checkpoint_folders import OTHER, rotate_otherwise
 from tests.support.every_model import tiny
 from tests.support.models import PAIRINGS, logits, plant_pairs, tokens

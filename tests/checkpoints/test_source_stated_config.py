@@ -18,7 +18,7 @@ from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors, rotary_tenso
 from rope_ext_hf.checkpoints.source import Source, stated_config
 from rope_ext_hf.models.families import families
 from rope_ext_hf.models.model_classes import empty_model
-from rope_ext_hf.patches.geometry import checkpoint_geometry, rotary_of_usual_config
+from rope_ext_hf.patches.base_rope import checkpoint_geometry, rotary_of_usual_config
 from tests.support.models import build_known
 from tests.support.planted_pairs import planted
 

@@ -11,11 +11,11 @@ import typer
 from rope_ext_hf.cli import dataclass_options
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.questions import Passkey, Perplexity, Sweep
+from rope_ext_hf.eval.measurement_options import Passkey, Perplexity, Sweep
+from rope_ext_hf.options.arguments import Options, command_line
 from rope_ext_hf.options.method_choice import LayerChoice, MethodChoice, PatchChoice
-from rope_ext_hf.options.questions import Question, command_line
 
-QUESTIONS: list[tuple[str, Question]] = [
+QUESTIONS: list[tuple[str, Options]] = [
     ("ppl", Perplexity(lengths="4k,8k")),
     (
         "ppl",
@@ -34,22 +34,22 @@ QUESTIONS: list[tuple[str, Question]] = [
 REQUIRED = {"ppl": "--lengths 8", "patch": "--out o"}
 
 
-def parsed(line: str, kind: type[Question]) -> Question:
+def parsed(line: str, kind: type[Options]) -> Options:
     """The question of a command as it is typed."""
     name, *words = shlex.split(line)[1:]
     group: Any = typer.main.get_command(app)
     with group.get_command(None, name).make_context(name, words) as context:
-        question: Question = dataclass_options._built(kind, context.params | {"context": context})
+        question: Options = dataclass_options._built(kind, context.params | {"context": context})
     return question
 
 
 @pytest.mark.parametrize(("command", "question"), QUESTIONS, ids=lambda value: getattr(type(value), "__name__", value))
-def test_a_printed_command_is_the_same_question_again(command: str, question: Question) -> None:
+def test_a_printed_command_is_the_same_question_again(command: str, question: Options) -> None:
     needed = "" if "lengths" in question.options else f" {REQUIRED.get(command, '')}"
     check_printed_command(command, question, needed)
 
 
-def check_printed_command(command: str, question: Question, needed: str) -> None:
+def check_printed_command(command: str, question: Options, needed: str) -> None:
     """The command that is printed for a question, with the options that it needs, must ask the same question."""
     assert parsed(command_line(command, "m", **question.options) + needed, type(question)) == question
 
@@ -71,7 +71,7 @@ def test_help_lists_the_fields_once() -> None:
     check_help({type(question) for _, question in QUESTIONS})
 
 
-def check_help(questions: set[type[Question]]) -> None:
+def check_help(questions: set[type[Options]]) -> None:
     """The docstring of each kind of question must have the help of each of its fields once."""
     for question in questions:
         text = question.__doc__ or ""

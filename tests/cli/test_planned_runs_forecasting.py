@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.cli import planned_runs as forecasting
-from rope_ext_hf.eval.questions import Passkey, Perplexity
+from rope_ext_hf.eval.measurement_options import Passkey, Perplexity
 from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.reading import spans
 from rope_ext_hf.reading.protocols import PROTOCOLS

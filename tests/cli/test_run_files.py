@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.cli.dataclass_options import questions_of
+from rope_ext_hf.cli.dataclass_options import options_of
 from rope_ext_hf.plug_ins import plug_in_names
 from rope_ext_hf.runs.folder.run_file import read_run_files
 from tests.support.commands import run
@@ -37,7 +37,7 @@ def asking() -> dict[str, Callable[..., Any]]:
     """The commands that ask a question of their own name."""
     functions = {command.name: command.callback for command in app.registered_commands}
     plain = {name: inspect.unwrap(each) for name, each in functions.items() if name and each}
-    return {name: each for name, each in plain.items() if name in (one.command for one in questions_of(each))}
+    return {name: each for name, each in plain.items() if name in (one.command for one in options_of(each))}
 
 
 def test_every_kind_has_a_case() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.cli.run_progress import shown_progress
-from rope_ext_hf.eval.questions import Perplexity
+from rope_ext_hf.eval.measurement_options import Perplexity
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.cost import memory
 from rope_ext_hf.reading.scorer import TokenScorer

@@ -29,7 +29,7 @@ from rope_ext_hf.models.config import ConfigRope
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.family_settings import head_dim
 from rope_ext_hf.models.patched_config import softmax_scale
-from rope_ext_hf.patches.geometry import rope_of_layers
+from rope_ext_hf.patches.base_rope import rope_of_layers
 from rope_ext_hf.patches.rows.row_probe import run_pairing
 from rope_ext_hf.tools.servers.mistakes import different_frequencies
 from tests.support.tiers import needs_family

@@ -234,7 +234,7 @@ def test_a_model_whose_own_scaling_follows_the_input_is_read_in_chunks_as_under_
     document = tokens("a", 256, 6)
     scorer = TokenScorer(model, chunk=32)
     assert scorer.reading == "in chunks of 32 tokens, layer by layer"
-    assert scorer.by_length
+    assert scorer.depends_on_total_length
     results = perplexity(model, [document], lengths=[64, 256], targets=7, bos=False, chunk=32)
     assert scorer.unpatched
     for result in results:

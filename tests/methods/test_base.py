@@ -18,7 +18,7 @@ from rope_ext_hf.methods.grouped import SelfExtend
 from rope_ext_hf.methods.registry import frequencies, list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod, ReRoPE
 from rope_ext_hf.methods.static import NTK, Default, Factors, Linear, Theta, Yarn
-from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
+from rope_ext_hf.patches.base_rope import base_rope_of_model, patch_geometry
 from tests.support.contracts import MethodContract
 from tests.support.method_checks import GEOMETRY, LLAMA2, assert_native, assert_same, with_factor
 from tests.support.method_examples import example_method, example_methods

@@ -29,8 +29,8 @@ from rope_ext_hf.models.decoder_arguments import (
     paged_cache,
     past_length,
 )
+from rope_ext_hf.patches.base_rope import patch_geometry
 from rope_ext_hf.patches.forward.attention_interface import register_attention
-from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.slots.patched_slot import patched_slots
 from tests.support.method_examples import example_method
 from tests.support.models import TRAINED, build, tokens

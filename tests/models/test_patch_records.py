@@ -10,7 +10,7 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.static import Linear
-from rope_ext_hf.models.patch_records import PatchSpec
+from rope_ext_hf.models.patch_records import Patch
 
 
 @pytest.mark.parametrize(
@@ -28,18 +28,18 @@ from rope_ext_hf.models.patch_records import PatchSpec
     ],
 )
 def test_a_saved_patch_with_a_value_of_another_type_is_refused(key: str, value: Any, kind: str) -> None:
-    saved = PatchSpec(Linear(factor=2.0), Rotary(64, 1e4, 512), 1024).to_dict()
-    assert PatchSpec.from_dict(saved).to_dict() == saved
+    saved = Patch(Linear(factor=2.0), Rotary(64, 1e4, 512), 1024).to_dict()
+    assert Patch.from_dict(saved).to_dict() == saved
     with pytest.raises(MethodError, match=f"not a saved patch: {key} must be {kind}, and is"):
-        PatchSpec.from_dict(saved | {key: value})
+        Patch.from_dict(saved | {key: value})
 
 
 @pytest.mark.parametrize("key", ["dim", "trained_length", "rotated_pairs"])
 @pytest.mark.parametrize("value", ["64", 64.5, True, 10**30, float("inf"), [64]])
 def test_a_saved_rotary_embedding_with_an_impossible_size_is_refused(key: str, value: Any) -> None:
-    saved = PatchSpec(Linear(factor=2.0), Rotary(64, 1e4, 512)).to_dict()
+    saved = Patch(Linear(factor=2.0), Rotary(64, 1e4, 512)).to_dict()
     with pytest.raises(MethodError, match=f"not a saved rotary embedding: {key} must be a whole number from 0 to"):
-        PatchSpec.from_dict(saved | {"rotary": saved["rotary"] | {key: value}})
+        Patch.from_dict(saved | {"rotary": saved["rotary"] | {key: value}})
 
 
 @pytest.mark.parametrize("factor", [1e13, 1e308, 2**41])

@@ -14,7 +14,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
+from rope_ext_hf.patches.base_rope import base_rope_of_model, patch_geometry
 from tests.support.method_examples import example_method
 from tests.support.models import THETA, TRAINED, build, build_config, from_config, logits, rotary_of, tokens
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.static import Yarn
-from rope_ext_hf.patches.geometry import base_rope_of_model
+from rope_ext_hf.patches.base_rope import base_rope_of_model
 from rope_ext_hf.pictures.charts import Chart, LineChart
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs import kinds

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import passkey, perplexity, sweep
-from rope_ext_hf.eval.questions import Sweep
+from rope_ext_hf.eval.measurement_options import Sweep
 from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
 from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns, Result, difference, loss_increase
 from rope_ext_hf.methods.base import RopeMethod, Rotary

@@ -17,7 +17,7 @@ from torch import distributed
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.eval.questions import Perplexity
+from rope_ext_hf.eval.measurement_options import Perplexity
 from rope_ext_hf.methods.static import NTK, Yarn
 from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.reading.text.documents import Tokens

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
-from rope_ext_hf.bounds import whole
+from rope_ext_hf.bounds import check_int
 from rope_ext_hf.checkpoints.files.other_files import copy_other_files
 from rope_ext_hf.checkpoints.files.torch_files import open_writer
 from rope_ext_hf.checkpoints.files.weight_files import (
@@ -150,7 +150,7 @@ class MetaExport(Conversion):
         self.source, self.llama, self.count = source, Llama.from_config(source.class_config, where), model_parallel
         self.weights = {weight.meta: weight for weight in self.llama.weights(self.llama.generation.split)}
         _check_tensors(source, self.llama, self.weights.values())
-        whole("model_parallel", model_parallel, error=CheckpointError)
+        check_int("model_parallel", model_parallel, error=CheckpointError)
         for size in ("kv_heads", "ffn", "vocab"):  # heads and dim are multiples of kv_heads
             number = getattr(self.llama, size)
             if number % model_parallel:

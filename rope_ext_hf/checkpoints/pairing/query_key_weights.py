@@ -26,7 +26,7 @@ from rope_ext_hf.models.config import PAIRING_KEY
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.family_settings import class_pairing
 from rope_ext_hf.models.model_classes import class_to_load, empty_model
-from rope_ext_hf.patches.geometry import checkpoint_geometry, patch_geometry
+from rope_ext_hf.patches.base_rope import checkpoint_geometry, patch_geometry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

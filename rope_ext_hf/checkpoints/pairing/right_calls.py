@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rope_ext_hf.checkpoints.pairing.pairing_report import PairingReport
 from rope_ext_hf.models.config import PAIRING_KEY
-from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.rotary.pairing import other_pairing
 
 Call = Callable[[str, str], str]

@@ -20,7 +20,7 @@ from rope_ext_hf.checkpoints.pairing.right_calls import Call, folder_call, remed
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError, RopeExtError
 from rope_ext_hf.files.whole import foreign_errors
-from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.rotary.pairing import other_pairing
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rope_ext_hf.checkpoints.rows.head_blocks import RowLayout, ScaleBlocks
 from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.patches.geometry import checkpoint_geometry
+from rope_ext_hf.patches.base_rope import checkpoint_geometry
 from rope_ext_hf.rotary.pairing import other_pairing
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
-from rope_ext_hf.bounds import Length, whole
+from rope_ext_hf.bounds import Length, check_int
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.hub import leading_tokens
@@ -35,8 +35,8 @@ from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
 from rope_ext_hf.models.temporary import set_to
+from rope_ext_hf.patches.base_rope import check_pairing
 from rope_ext_hf.patches.describing import describe
-from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.patching import fixed_length, patch
 from rope_ext_hf.patches.saved.adapters import tokenizer_source
@@ -404,7 +404,7 @@ def _max_length(model: PreTrainedModel, max_length: int | None) -> int:
     extended = description.extended_length  # None: the method works at any length
     if max_length is None:
         return extended or description.trained_length
-    whole("max_length", max_length, least=2)
+    check_int("max_length", max_length, least=2)
     if extended is not None and max_length > extended:
         raise MethodError(
             f"max_length={max_length} is above the {extended} tokens this model reaches with {description.method}; "

@@ -21,7 +21,7 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, MethodError, counted, entry, printable, short
-from rope_ext_hf.eval.questions import Passkey
+from rope_ext_hf.eval.measurement_options import Passkey
 from rope_ext_hf.eval.retrieval.retrieval_prompts import Trial, make_trials, shared_trials
 from rope_ext_hf.eval.retrieval.statements import RETRIEVALS
 from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps, loss_text
@@ -168,10 +168,10 @@ class RetrievalRuns(RunKind):
     )
 
     def plan(
-        self, question: Passkey, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
+        self, options: Passkey, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
         """Return the plan: the prompts to read, and the answers to score, see `RunKind.plan`."""
-        return _plan(question, model, tokenizer, settings)
+        return _plan(options, model, tokenizer, settings)
 
     def parse(self, item: str, value: Any) -> TrialScore:
         """Return the score for a prompt from the JSON value in a journal's line; ValueError if it is not a score.
@@ -389,22 +389,22 @@ def _retrieval_cell(run: Run[Retrieval], result: Retrieval, *, losses: bool, det
 
 
 def _plan(
-    question: Passkey, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
+    options: Passkey, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[_RetrievalMeasurement]:
     """Make the prompts, and check that they fit the lengths and the model."""
-    name = question.task or "passkey"
+    name = options.task or "passkey"
     task = entry("task", name, RETRIEVALS)
-    lengths, haystack = list(question.lengths), question.haystack
+    lengths, haystack = list(options.lengths), options.haystack
     reader: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
     repeated = haystack is None and task.filler is not None
-    options = {field: getattr(question, field) for field in ("trials", "distractors", "keys", "seed")}
-    make = partial(make_trials, task, reader, repeated=repeated, **options)
-    places = sorted(set(question.depths))
-    shared = question.keys >= len(places) > 1
+    of_trials = {field: getattr(options, field) for field in ("trials", "distractors", "keys", "seed")}
+    make = partial(make_trials, task, reader, repeated=repeated, **of_trials)
+    places = sorted(set(options.depths))
+    shared = options.keys >= len(places) > 1
     if shared:
         by_depth = shared_trials(make, places)
     else:  # with prompts of one text at several depths, the items would not be independent
-        by_depth = [make(first=index * question.trials) for index in range(len(places))]
+        by_depth = [make(first=index * options.trials) for index in range(len(places))]
     trials = [trial for trials_of_depth in by_depth for trial in trials_of_depth]
     least = max(trial.wording for trial in trials)
     if min(lengths) < least:
@@ -425,7 +425,7 @@ def _plan(
     for trial in trials:
         checked += [trial.prompt(hay, least, 0.0), trial.answers.flatten()]
     check_prompts(model, checked, max(lengths))
-    setting = RetrievalSetting(name, question.keys, question.distractors, question.seed, own_prompts=not shared)
+    setting = RetrievalSetting(name, options.keys, options.distractors, options.seed, own_prompts=not shared)
     measurement = _RetrievalMeasurement(setting, by_depth, hay, lengths, places, shared)
     source = "" if haystack is None else f" in {haystack_documents.source}"
     return RunPlan(measurement, f"task {name}{source}", **settings)

@@ -12,12 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import MethodError, capital, printable, short
-from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity, Sweep
+from rope_ext_hf.eval.measurement_options import DEFAULT_METHODS, LOSS_UNITS, Perplexity, Sweep
 from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss, PerplexityMeasurement
 from rope_ext_hf.eval.spans.span_measurement import SpanRuns
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.options.method_choice import MethodChoice
-from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.base_rope import patch_geometry
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.plug_ins import needed_plug_in
 from rope_ext_hf.reading.protocols import PROTOCOLS, check_lengths, resolve_protocol
@@ -185,17 +185,17 @@ class PerplexityRuns(SpanRuns):
         "recent_loss_nats",
     )
 
-    def fit(self, question: Perplexity, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
-        """Return the question (the arguments) and the methods; those of a `Sweep` are fitted to each of its lengths."""
-        if isinstance(question, Sweep):
-            return _fit_sweep(question, model, methods)
-        return super().fit(question, model, methods)
+    def fit(self, options: Perplexity, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
+        """Return the options and the methods; those of a `Sweep` are fitted to each of its lengths."""
+        if isinstance(options, Sweep):
+            return _fit_sweep(options, model, methods)
+        return super().fit(options, model, methods)
 
     def plan(
-        self, question: Perplexity, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
+        self, options: Perplexity, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
         """Return the plan: the documents to read, and the spans of text to score, see `RunKind.plan`."""
-        return _plan(question, model, tokenizer, settings)
+        return _plan(options, model, tokenizer, settings)
 
     def parse(self, item: str, value: Any) -> DocumentLoss:
         """Return the loss of a document from the JSON value in a journal's line; ValueError if it is not a loss.
@@ -456,23 +456,25 @@ def _loss_cell(run: Run[Result], loss: Measure, result: Result | None, best: set
 
 
 def _plan(
-    question: Perplexity, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
+    options: Perplexity, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[PerplexityMeasurement]:
     """Load and tokenise the text, check it, and plan which spans are read."""
-    documents = load(question.data)
+    documents = load(options.data)
     fields = ("lengths", "protocol", "targets", "stride", "bos", "max_spans")
-    options = {name: getattr(question, name) for name in fields}
-    underneath = {name: settings[name] for name in ("over", "context_length") if name in settings}
-    length = patch_geometry(model, **underneath).context_length if resolve_protocol(question.protocol).recent else None
-    plan = prepare(model, documents, tokenizer=tokenizer, context_length=length, **options)
-    if question.unit == "bits" and not all(document.ends for document, _ in plan.documents):
+    of_spans = {name: getattr(options, name) for name in fields}
+    base_arguments = {name: settings[name] for name in ("over", "context_length") if name in settings}
+    length = (
+        patch_geometry(model, **base_arguments).context_length if resolve_protocol(options.protocol).recent else None
+    )
+    plan = prepare(model, documents, tokenizer=tokenizer, context_length=length, **of_spans)
+    if options.unit == "bits" and not all(document.ends for document, _ in plan.documents):
         raise _no_bytes()
-    name = question.data_name or documents.source
-    run_plan = RunPlan(PerplexityMeasurement(plan), name, unit=question.unit, **settings)
-    if question.store_states is None:
+    name = options.data_name or documents.source
+    run_plan = RunPlan(PerplexityMeasurement(plan), name, unit=options.unit, **settings)
+    if options.store_states is None:
         return run_plan
     storing: RunPlan[PerplexityMeasurement] = needed_plug_in("evaluations", "store_states")(
-        run_plan, question, model, tokenizer
+        run_plan, options, model, tokenizer
     )
     return storing
 
@@ -485,12 +487,12 @@ def _no_bytes() -> MethodError:
     )
 
 
-def _fit_sweep(question: Sweep, model: PreTrainedModel, methods: MethodChoice) -> tuple[Sweep, list[RopeMethod]]:
+def _fit_sweep(options: Sweep, model: PreTrainedModel, methods: MethodChoice) -> tuple[Sweep, list[RopeMethod]]:
     """Add the context length to the lengths of a sweep, and fit the methods to each length; see `Sweep`."""
-    length = patch_geometry(model, **methods.underneath).context_length
-    ordered, _ = check_lengths(question.lengths, None)
+    length = patch_geometry(model, **methods.base_arguments).context_length
+    ordered, _ = check_lengths(options.lengths, None)
     methods.check(factor_alone=True)
     chosen = replace(methods, method=methods.method or DEFAULT_METHODS)
     resolved = resolve_choice(chosen, model, ordered[-1], ordered)
     lengths = sorted({*ordered, length}) if length < ordered[-1] else ordered
-    return replace(question, lengths=lengths), resolved
+    return replace(options, lengths=lengths), resolved

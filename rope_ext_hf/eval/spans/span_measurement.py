@@ -45,14 +45,14 @@ class SpanMeasurement(Measurement, Generic[V]):
     def __init__(self, plan: EvalPlan) -> None:
         self.plan = plan
         self.items = [document.name for document, _ in plan.documents]
-        self.passes = plan.passes(by_length=True)
+        self.passes = plan.passes(depends_on_total_length=True)
         # a token that is scored at two lengths counts twice
         self.scored = sum(span.score_to - span.score_from for _, spans in plan.documents for span in spans)
 
     def passes_under(self, method: RopeMethod | None, rotary: Rotary) -> list[int]:
         """Return the number of tokens in each pass under a method; under some, lengths share passes (`span_passes`)."""
-        by_length = rotary.length_dependent if method is None else method.depends_on_length(rotary)
-        return self.plan.passes(by_length=by_length, recent=method is None)
+        depends_on_total_length = rotary.length_dependent if method is None else method.depends_on_length(rotary)
+        return self.plan.passes(depends_on_total_length=depends_on_total_length, recent=method is None)
 
     def cells(self, item: int) -> Sequence[Cell]:
         """Return the cells for the document with this index: the context lengths at which it is read."""
@@ -77,7 +77,10 @@ class SpanMeasurement(Measurement, Generic[V]):
         for item, cells in missing:
             wanted = [span for span in self.plan.documents[item][1] if (span.length,) in cells]
             unread.update((item, span.length) for span in wanted)
-            passes += [(item, one_pass) for one_pass in span_passes(wanted, by_length=scorer.by_length)]
+            passes += [
+                (item, one_pass)
+                for one_pass in span_passes(wanted, depends_on_total_length=scorer.depends_on_total_length)
+            ]
         values: dict[tuple[int, int], V] = {}
         costs: dict[tuple[int, int], Cost] = {}
 
@@ -85,7 +88,7 @@ class SpanMeasurement(Measurement, Generic[V]):
             return entry[1].stop - entry[1].start
 
         def same_length(entry: tuple[int, Pass]) -> int:
-            return entry[1].context if scorer.by_length else 0
+            return entry[1].context if scorer.depends_on_total_length else 0
 
         for batch in grouped(passes, tokens_of, scorer.tokens_together, same_length):
             scorer.take_cost()  # of what was read before, and belongs to no length

@@ -35,7 +35,7 @@ from rope_ext_hf.patches.forward.attention_interface import (
 from rope_ext_hf.patches.forward.attention_probe import probe_layers
 from rope_ext_hf.patches.forward.forward_call import CONTEXT_KWARG, ForwardContext, place_tokens
 from rope_ext_hf.patches.forward.forward_hooks import Arguments, DecoderHooks
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, tables_of
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, tables_of
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.rotary.cache_state import CacheState, check_origin
 from rope_ext_hf.rotary.forward_state import graph_break
@@ -50,7 +50,7 @@ class RemappingHooks(DecoderHooks):
     Before the forward they hand the positions and the padding of all tokens to the attention layers.
     """
 
-    def __init__(self, slots: Sequence[PatchedSlot]) -> None:
+    def __init__(self, slots: Sequence[PatchedRotaryEmbedding]) -> None:
         super().__init__(slots)
         self.layers: dict[int, nn.Module] = {}  # attention modules of the decoder by index; looked up when first needed
         self.places: Places = []  # where these modules stood when they were looked up
@@ -143,7 +143,7 @@ class RemappingHooks(DecoderHooks):
         assert positions is not None
         if method.scales_queries_only:
             return (RowGroup(None, None, positions),)
-        if not method.by_length:
+        if not method.depends_on_total_length:
             return ()
         lengths = (table.fixed_length,) if table.fixed_length else positions.lengths
         rules = [method.at_length(length) for length in lengths]

@@ -38,7 +38,7 @@ from rope_ext_hf.patches.forward.attention_interface import (
     places_of_attention,
 )
 from rope_ext_hf.patches.forward.forward_hooks import decoder_of
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, Slot
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, Slot
 from rope_ext_hf.rotary.key_rotation import KeyLayout, candidate_key_layouts, nearly_equal
 
 
@@ -183,7 +183,7 @@ def probe_layers(
     runs = []
     with trying(model), torch.no_grad(), recording:
         for installed, positions in ((plain, near), (plain, far), (at_zero, far)):
-            modules = [(slot, PatchedSlot(slot, installed, rotary, None)) for slot in slots]
+            modules = [(slot, PatchedRotaryEmbedding(slot, installed, rotary, None)) for slot in slots]
             runs.append(_run(decoder, modules, positions.to(device), records))
     places_of_attention(decoder, [record.module for record in runs[0]], method.name)
     reader = _LayerReader(
@@ -368,7 +368,7 @@ def _device_of_input(*modules: Any) -> torch.device:
 
 
 def _run(
-    decoder: nn.Module, slots: list[tuple[Slot, PatchedSlot]], positions: Tensor, records: list[_ProbeRecord]
+    decoder: nn.Module, slots: list[tuple[Slot, PatchedRotaryEmbedding]], positions: Tensor, records: list[_ProbeRecord]
 ) -> list[_ProbeRecord]:
     """Run a few tokens through a decoder, and return the calls of its attention functions.
 

@@ -20,7 +20,7 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.models.decoder_arguments import arguments, cache_of_output, is_of_transformers, takes_tokens
 from rope_ext_hf.patches.forward.forward_call import ForwardContext, GivenMask
 from rope_ext_hf.patches.forward.hooked_forward import ForwardHooks, HookedForward
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, tables_of
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, tables_of
 from rope_ext_hf.rotary.cache_state import CacheState, KeyOrigin, follow_rows, store_state
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, arrange
 from rope_ext_hf.rotary.exported import is_exporting
@@ -39,7 +39,7 @@ class DecoderHooks(ABC):
     may run one model.
     """
 
-    def __init__(self, slots: Sequence[PatchedSlot]) -> None:
+    def __init__(self, slots: Sequence[PatchedRotaryEmbedding]) -> None:
         self.slots = list(slots)
         self.axes = max(slot.axes for slot in slots)  # how many axes the positions of the model may have
         self.kernels = _kernels_of(tables_of(slots))
@@ -81,7 +81,7 @@ class DecoderHooks(ABC):
         """
         for table in tables_of(self.slots):
             table.check_exportable()
-            if getattr(table.method, "by_length", False) and not torch.compiler.is_exporting():
+            if getattr(table.method, "depends_on_total_length", False) and not torch.compiler.is_exporting():
                 raise UnsupportedModelError(
                     f"the positions of {table.method.name} depend on the length of each input, and torch.jit.trace "
                     "would keep those of its example for all inputs; trace a model under a frequency method, such as "
@@ -131,15 +131,17 @@ class _MaskHooks:
         pop(module)
 
 
-def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[PatchedSlot]], DecoderHooks]) -> None:
+def install_forward_hooks(
+    model: nn.Module, make_hooks: Callable[[Sequence[PatchedRotaryEmbedding]], DecoderHooks]
+) -> None:
     """Install hooks on every decoder of a model with patched slots, and on the modules around it that take a mask.
 
     `make_hooks` makes the hooks of a decoder for its slots. The first of these slots keeps what takes the hooks away.
     """
     modules = dict(model.named_modules())
-    slots_of: dict[str, list[PatchedSlot]] = {}
+    slots_of: dict[str, list[PatchedRotaryEmbedding]] = {}
     for path, slot in modules.items():
-        if isinstance(slot, PatchedSlot):
+        if isinstance(slot, PatchedRotaryEmbedding):
             slots_of.setdefault(_decoder_path(modules, path.rpartition(".")[0]), []).append(slot)
     for path, slots in slots_of.items():
         decoder_hooks = make_hooks(slots)

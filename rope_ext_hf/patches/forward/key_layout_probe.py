@@ -25,7 +25,7 @@ from rope_ext_hf.models.temporary import trying
 from rope_ext_hf.models.weights_at_hand import is_offloaded, missing_weights
 from rope_ext_hf.patches.forward.forward_call import HOLD_ONE_LENGTH
 from rope_ext_hf.patches.forward.hooked_forward import forward_without_hooks
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, tables_of
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, tables_of
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, override_angles
 from rope_ext_hf.rotary.key_rotation import KeyLayout, infer_key_layout
@@ -41,7 +41,9 @@ class CacheCannotFollowError(LengthError):
     """The error for decoders whose cached keys cannot be rotated again; inside `fixed_length` they still work."""
 
 
-def find_key_layouts(model: nn.Module, decoder: nn.Module, slots: Sequence[PatchedSlot]) -> list[KeyLayout | None]:
+def find_key_layouts(
+    model: nn.Module, decoder: nn.Module, slots: Sequence[PatchedRotaryEmbedding]
+) -> list[KeyLayout | None]:
     """Return how each layer of a decoder's cache keeps its keys; None for a layer that keeps no rotated keys.
 
     Args:
@@ -70,7 +72,9 @@ def find_key_layouts(model: nn.Module, decoder: nn.Module, slots: Sequence[Patch
         return _probe(decoder, tables)
 
 
-def _layouts_of_small_model(decoder: nn.Module, slots: Sequence[PatchedSlot]) -> list[KeyLayout | None] | None:
+def _layouts_of_small_model(
+    decoder: nn.Module, slots: Sequence[PatchedRotaryEmbedding]
+) -> list[KeyLayout | None] | None:
     """Return the layouts of a small random model of a decoder's class; None if none can be built."""
     state, spec = slots[0].state, slots[0].state.spec
     config: Any = decoder.config
@@ -89,7 +93,7 @@ def _small_layouts(
     rotary: Rotary,
     layers: tuple[str | int, ...] | None,
 ) -> list[KeyLayout | None] | None:
-    """Return the layouts of a small random decoder with all layers of a config, given as JSON; see `PatchSpec`."""
+    """Return the layouts of a small random decoder with all layers of a config, given as JSON; see `Patch`."""
     with torch.device("cpu"):  # a model without weights may be patched where the default device is meta
         small = small_model(config_class, config, decoder_class, layers=True)
         if small is None:
@@ -97,7 +101,7 @@ def _small_layouts(
         slots = []
         try:
             for slot in find_slots(small, layers):
-                slots.append(PatchedSlot(slot, method, rotary, None))
+                slots.append(PatchedRotaryEmbedding(slot, method, rotary, None))
                 setattr(slot.parent, slot.attribute, slots[-1])
         except (UnsupportedModelError, MethodError):
             return None

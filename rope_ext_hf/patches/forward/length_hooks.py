@@ -22,7 +22,7 @@ from rope_ext_hf.models.decoder_arguments import arguments, cache_argument, cach
 from rope_ext_hf.patches.forward.forward_call import HOLD_ONE_LENGTH, ForwardContext, row_lengths, several_inputs
 from rope_ext_hf.patches.forward.forward_hooks import DecoderHooks
 from rope_ext_hf.patches.forward.key_layout_probe import CacheCannotFollowError, find_key_layouts
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, tables_of
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, tables_of
 from rope_ext_hf.rotary.cache_state import (
     CacheState,
     RowState,
@@ -48,7 +48,7 @@ class LengthHooks(DecoderHooks):
     `fixed_length` no frequencies change, so any cache that this model filled at the same fixed length is accepted.
     """
 
-    def __init__(self, slots: Sequence[PatchedSlot]) -> None:
+    def __init__(self, slots: Sequence[PatchedRotaryEmbedding]) -> None:
         super().__init__(slots)
         self.key_layouts: list[KeyLayout | None] = []  # of each layer of a cache
         self.cannot_follow = ""  # why the keys of a cache cannot be rotated again; empty: they can

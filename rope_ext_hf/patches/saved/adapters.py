@@ -25,7 +25,7 @@ from rope_ext_hf.files.other_formats import check_format
 from rope_ext_hf.files.whole import read_json
 from rope_ext_hf.models.config import PAIRING_KEY
 from rope_ext_hf.models.patch_records import PATCH_KEY, checked_specs
-from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.patches.rows.row_probe import pairing_of, published_pairing
 from rope_ext_hf.patches.saved.fingerprint import FINGERPRINT_KEY, fingerprint_record
 from rope_ext_hf.patches.slots.patched_slot import patch_state

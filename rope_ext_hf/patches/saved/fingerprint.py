@@ -21,7 +21,7 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.config import read_rope
 from rope_ext_hf.patches.rows.row_probe import pairing_of
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, patched_slots
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, patched_slots
 from rope_ext_hf.patches.slots.slot_finding import frequency_buffers, rotary_modules
 
 FINGERPRINT_KEY = "fingerprint"
@@ -288,7 +288,7 @@ def _layer_rope(
         layer_type: the type; None: all layers.
         config: the config of the module.
     """
-    if isinstance(current, PatchedSlot):
+    if isinstance(current, PatchedRotaryEmbedding):
         table = current.table(layer_type or "all")
         method, rotary = table.present_method, table.rotary
         spec = current.state.spec

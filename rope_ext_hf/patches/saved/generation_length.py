@@ -16,7 +16,7 @@ from torch import nn
 
 from rope_ext_hf.files.whole import read_json, write_json
 from rope_ext_hf.patches.slots.patch_state import ConfigSwap, PatchState
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding
 
 GENERATION_CONFIG = "generation_config.json"
 EMBEDDING_CONFIG = "sentence_bert_config.json"
@@ -69,7 +69,7 @@ class _EmbeddedLength:
             self.model.max_seq_length = self.before
 
 
-def extend_generation(model: nn.Module, slot: PatchedSlot) -> None:
+def extend_generation(model: nn.Module, slot: PatchedRotaryEmbedding) -> None:
     """Raise the lengths that a model, and every model inside it, states beside its config to the extended length.
 
     The slot keeps what undoes this among its hooks.

@@ -21,7 +21,7 @@ from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files.gguf_files import FileRope, read_file_rope
 from rope_ext_hf.files.whole import foreign_errors, resolve_inside
 from rope_ext_hf.models.family_settings import check_stated
-from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.options.arguments import command_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

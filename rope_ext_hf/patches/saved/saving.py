@@ -24,7 +24,7 @@ from rope_ext_hf.patches.saved.fingerprint import fingerprint_record
 from rope_ext_hf.patches.saved.gguf_models import name_way_out
 from rope_ext_hf.patches.saved.loading_code import write_loading_code
 from rope_ext_hf.patches.slots.patch_state import PatchState, swap_configs
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, patched_slots
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, patched_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -135,7 +135,7 @@ def _warn_of_plain_loading(state: PatchState) -> None:
     )
 
 
-def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
+def attach_saving(model: nn.Module, slot: PatchedRotaryEmbedding) -> None:
     """Make a model, every model inside it, and its adapters save the patch; `slot` keeps what undoes this.
 
     Adapters are mostly added to a model that is patched already, and this package does not notice. But saving an

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.models.engine_keys import EngineAgreement
-from rope_ext_hf.models.patch_records import PATCH_KEY, SAVED_KEYS, PatchSpec
+from rope_ext_hf.models.patch_records import PATCH_KEY, SAVED_KEYS, Patch
 from rope_ext_hf.models.patched_config import ConfigEncoding
 
 
@@ -59,13 +59,13 @@ def _copy_changes(config: Any, before: Mapping[str, Any], other: Any) -> None:
 class PatchState:
     """Everything that a live model keeps about its patch. All slots of the model hold the same object."""
 
-    spec: PatchSpec  # the method, the geometry it works on, and the layers it is for
+    spec: Patch  # the method, the geometry it works on, and the layers it is for
     encoding: ConfigEncoding  # the settings that state the method in a config
     rule: str  # the reading of the config that gave the context length of the model under the patch
     notes: tuple[str, ...]  # sentences about the model's class and config, which `describe` prints
     warning: str | None  # the note that `patch` also warns of
     configs: list[ConfigSwap]
-    below: tuple[PatchSpec, ...] = ()  # the patches that this one was put on, oldest first; `unpatch` restores the last
+    below: tuple[Patch, ...] = ()  # the patches that this one was put on, oldest first; `unpatch` restores the last
     engines: EngineAgreement | None = None
     """What serving engines make of the saved config; None until saving.py has worked it out."""
 

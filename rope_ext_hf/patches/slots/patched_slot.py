@@ -1,14 +1,15 @@
 """Slots: the places of a model's rotary modules, and the module that stands there while the model is patched.
 
 A *slot* is an attribute of a module that holds a rotary module, such as `model.model.rotary_emb` of Llama. `Slot`
-describes one as `slot_finding` found it; `PatchedSlot` is the module that a patch puts there. Some models have several
-slots, and some slots serve several types of layers (Gemma 3 rotates its sliding-window layers by another base).
+describes one as `slot_finding` found it; `PatchedRotaryEmbedding` is the module that a patch puts there. Some models
+have several slots, and some slots serve several types of layers (Gemma 3 rotates its sliding-window layers by another
+base).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Self
 
@@ -20,13 +21,13 @@ from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.config import ConfigRope
 from rope_ext_hf.models.layer_types import SLIDING, AttentionLayers, LayerType
-from rope_ext_hf.models.patch_records import PatchSpec
+from rope_ext_hf.models.patch_records import Patch
 from rope_ext_hf.patches.slots.class_angles import built_anew, same_frequencies
 from rope_ext_hf.patches.slots.patch_state import PatchState
 from rope_ext_hf.patches.slots.slot_rotary import rotary_for_slot
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 
-__all__ = ["first_scaled", "patch_state", "present_specs"]
+__all__ = ["active_patches", "first_scaled", "patch_state"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ _LENGTH_ATTRIBUTES = ("max_seq_len_cached", "original_max_seq_len")
 """Attributes of transformers' rotary modules that repeat the config's max_position_embeddings."""
 
 
-class PatchedSlot(nn.Module):
+class PatchedRotaryEmbedding(nn.Module):
     """The module that stands in a slot while a model is patched.
 
     It is called as the module that it replaces is called, and gives cos and sin of the method for the layers that the
@@ -174,13 +175,25 @@ class PatchedSlot(nn.Module):
         self.replaced = slot.module
         self._state = state
         self.hooks: list[Any] = []
-        self.before_use: Callable[[PatchedSlot], object] | None = None
+        self.before_use: Callable[[PatchedRotaryEmbedding], object] | None = None
         if not slot.is_table and slot.module.state_dict():  # a learned multiplier; frequencies, in older classes
             self._register_state_dict_hook(_without_replaced)  # type: ignore[no-untyped-call]
             self._register_load_state_dict_pre_hook(_with_replaced)  # type: ignore[no-untyped-call]
         device = next(chain(slot.module.buffers(), slot.module.parameters())).device
         if device.type != "meta":  # without weights yet, the few integers of a table stay on the CPU
             self.tables.to(device)
+
+    def __repr__(self) -> str:
+        """Return the method and those of its parameters that are not its defaults, for `print(model)`."""
+        if self._state is None:
+            return super().__repr__()
+        method = self._state.spec.method
+        values = {each.name: (getattr(method, each.name), each.default) for each in fields(method)}
+        stated = {name: value for name, (value, default) in values.items() if value != default}
+        shown = [
+            f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}" for name, value in stated.items()
+        ]
+        return f"PatchedRotaryEmbedding({', '.join([method.name, *shown])})"
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that the replaced module has; numbers of its rotation are those of the patch.
@@ -251,7 +264,7 @@ class PatchedSlot(nn.Module):
         return self._state
 
     @property
-    def present_spec(self) -> PatchSpec:
+    def present_spec(self) -> Patch:
         """The patch, with the values that its trainable parameter has now."""
         spec = self.state.spec
         if not spec.method.trainable:
@@ -363,7 +376,7 @@ def check_filled(module: nn.Module) -> None:
 
     Raises:
         UnsupportedModelError: it lost them, because its model was patched on the meta device and its class does not
-            tell how it is built (see `PatchedSlot._apply`).
+            tell how it is built (see `PatchedRotaryEmbedding._apply`).
     """
     if any(buffer.device.type != "meta" and bool(buffer.isnan().any()) for buffer in module.buffers()):
         raise UnsupportedModelError(
@@ -410,17 +423,17 @@ def check_is_model(model: Any) -> None:
     raise UnsupportedModelError(expected)
 
 
-def patched_slots(model: nn.Module) -> list[PatchedSlot]:
+def patched_slots(model: nn.Module) -> list[PatchedRotaryEmbedding]:
     """Return the modules that a patch has put into a model; none for an unpatched model.
 
     Raises:
         UnsupportedModelError: `model` is not a torch model.
     """
     check_is_model(model)
-    return [module for module in model.modules() if isinstance(module, PatchedSlot)]
+    return [module for module in model.modules() if isinstance(module, PatchedRotaryEmbedding)]
 
 
-def tables_of(slots: Iterable[PatchedSlot]) -> list[RotaryEmbedding]:
+def tables_of(slots: Iterable[PatchedRotaryEmbedding]) -> list[RotaryEmbedding]:
     """Return the `RotaryEmbedding` modules in these slots, one for each layer type of each slot."""
     return [slot.table(name) for slot in slots for name in slot.tables]
 
@@ -431,7 +444,7 @@ def patch_state(model: nn.Module) -> PatchState | None:
     return slots[0].state if slots else None
 
 
-def present_specs(model: nn.Module) -> tuple[PatchSpec, ...]:
+def active_patches(model: nn.Module) -> tuple[Patch, ...]:
     """Return the patches of a live model, the one that was put on first first; none for an unpatched model.
 
     The last one has the values that its trainable parameter has now.

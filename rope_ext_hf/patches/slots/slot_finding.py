@@ -3,7 +3,7 @@
 A slot is a module that holds `inv_freq` (or `<layer type>_inv_freq`), takes `position_ids`, and belongs to the model's
 text config. The arrangement of its angles is what its own forward does with a few made-up frequencies, see
 `layout_probe`. A family that keeps a table of angles in its weights instead (RoFormer) is read otherwise; see
-`angle_tables`.
+`roformer`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from rope_ext_hf.models.families import family
 from rope_ext_hf.models.layer_types import AttentionLayers, Layers, LayerType
 from rope_ext_hf.patches.slots.class_angles import same_frequencies
 from rope_ext_hf.patches.slots.layout_probe import AngleLayout, probe_layout
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, Slot, check_filled, check_is_model, patched_slots
+from rope_ext_hf.patches.slots.patched_slot import (
+    PatchedRotaryEmbedding,
+    Slot,
+    check_filled,
+    check_is_model,
+    patched_slots,
+)
 from rope_ext_hf.patches.slots.slot_refusals import no_config, no_rotary_module, reads_no_tokens
 
 __all__ = ["find_slots", "rotary_modules"]
@@ -85,15 +91,15 @@ def rotary_modules(model: nn.Module) -> list[_RotaryModule]:
     modules = list(model.modules())
     with_frequencies = {id(module) for module in modules for name in module._buffers if name.endswith("inv_freq")}
     for parent in modules:
-        if isinstance(parent, PatchedSlot):
+        if isinstance(parent, PatchedRotaryEmbedding):
             continue
         for attribute, child in parent.named_children():
-            module = child.replaced if isinstance(child, PatchedSlot) else child
+            module = child.replaced if isinstance(child, PatchedRotaryEmbedding) else child
             # A table of angles is an embedding. This quick look comes first: a large model has thousands of modules.
             if id(module) not in with_frequencies and not isinstance(module, nn.Embedding):
                 continue
             config = getattr(module, "config", None) or getattr(parent, "config", None)
-            if isinstance(child, PatchedSlot):  # the parent has the patched copy of the config now
+            if isinstance(child, PatchedRotaryEmbedding):  # the parent has the patched copy of the config now
                 config = next((swap.original for swap in child.state.configs if swap.patched is config), config)
             # Some modules have no config, or one of another part of the model, such as vision. Idefics keeps a dropout
             # rate under this name.

@@ -59,7 +59,7 @@ def kind_of_patch(decoder: nn.Module, hooks: type, method: RopeMethod) -> tuple[
     It holds the classes of the decoder and of the hooks, whether positions follow the length, and the name of the
     model's attention function.
     """
-    by_length = isinstance(method, RemappingMethod) and method.by_length
+    by_length = isinstance(method, RemappingMethod) and method.depends_on_total_length
     return type(decoder), hooks, by_length, getattr(decoder.config, "_attn_implementation", None)
 
 

@@ -19,7 +19,7 @@ from rope_ext_hf.errors import FingerprintError, LengthError, MethodError, Unsup
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.forward.forward_call import HOLD_ONE_LENGTH
 from rope_ext_hf.patches.saved.fingerprint import fingerprint_of
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, patched_slots, present_specs, tables_of
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, active_patches, patched_slots, tables_of
 from rope_ext_hf.patches.slots.slot_finding import own_length_dependent
 
 __all__ = ["check_context_parallel", "check_trainers_above", "unwrapped"]
@@ -136,7 +136,7 @@ def _differences(model: nn.Module, second: nn.Module) -> list[str]:
     try:
         expected, actual = fingerprint_of(model), fingerprint_of(second)
     except UnsupportedModelError:  # a family that rotates by a table
-        methods, others = ([spec.method for spec in present_specs(loaded)] for loaded in (model, second))
+        methods, others = ([spec.method for spec in active_patches(loaded)] for loaded in (model, second))
         return [] if methods == others else ["It is patched otherwise."]
     return expected.differences(replace(actual, length=expected.length))
 
@@ -152,7 +152,7 @@ class _CheckedBatching:
     and not when the model is patched.
     """
 
-    def __init__(self, model: Any, slots: Sequence[PatchedSlot]) -> None:
+    def __init__(self, model: Any, slots: Sequence[PatchedRotaryEmbedding]) -> None:
         self.model = model
         self.slots = slots
         model.__dict__["init_continuous_batching"] = self
@@ -170,7 +170,7 @@ class _CheckedBatching:
         return type(self.model).init_continuous_batching(self.model, *args, **kwargs)
 
 
-def check_batching(model: nn.Module, slots: Sequence[PatchedSlot]) -> None:
+def check_batching(model: nn.Module, slots: Sequence[PatchedRotaryEmbedding]) -> None:
     """Put a check before continuous batching of a model and of every model inside it; the first slot can undo it."""
     for module in model.modules():
         if hasattr(type(module), "init_continuous_batching"):

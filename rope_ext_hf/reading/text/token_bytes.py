@@ -165,8 +165,10 @@ def _divided(before: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[
 
 PLAIN: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
 """Arguments of a tokenizer for the tokens of a text alone, without warnings of its length."""
-_ENCODERS = ("__call__", "_call_one", "_encode_plus", "_batch_encode_plus")
-_ENCODERS += ("prepare_for_tokenization", "tokenize", "convert_tokens_to_ids")
+_ENCODERS = (
+    *("__call__", "_call_one", "_encode_plus", "_batch_encode_plus"),
+    *("prepare_for_tokenization", "tokenize", "convert_tokens_to_ids"),
+)
 """The methods of a tokenizer between its call and what cuts a text; releases of transformers have some of them."""
 
 

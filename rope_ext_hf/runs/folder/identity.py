@@ -35,9 +35,9 @@ from rope_ext_hf.files.whole import read_json, with_tilde, write_json
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.models.patch_records import PatchSpec
-from rope_ext_hf.patches.geometry import base_rope_of_model
-from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.models.patch_records import Patch
+from rope_ext_hf.patches.base_rope import base_rope_of_model
+from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.runs.conclusions.labels import Method, label, method_key
@@ -97,10 +97,10 @@ class Basis:
 
     rotary: Rotary
     layers: tuple[str | int, ...] | None = None
-    below: tuple[PatchSpec, ...] = ()
+    below: tuple[Patch, ...] = ()
 
     @classmethod
-    def from_specs(cls, specs: tuple[PatchSpec, ...]) -> Basis:
+    def from_specs(cls, specs: tuple[Patch, ...]) -> Basis:
         """Return the basis for the last of a model's patches: the state of the model to which that patch was applied.
 
         `specs` are all patches of the model, the first one applied first.
@@ -127,7 +127,7 @@ def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str
         methods: the methods; None stands for the model as it is.
         over, context_length: as `rope_ext_hf.patch` takes them.
     """
-    specs = present_specs(model)
+    specs = active_patches(model)
     if specs and over == "own" and context_length is None and all(method == specs[-1].method for method in methods):
         return Basis.from_specs(specs)
     under = base_rope_of_model(model, over=over, context_length=context_length)
@@ -147,7 +147,7 @@ def results_of_model(run: Run[Any], model: nn.Module, name: str) -> tuple[Run[An
     Raises:
         FileError: the run has no result of this method on this rotary embedding.
     """
-    specs, unpatched = present_specs(model), run.settings["loaded"]
+    specs, unpatched = active_patches(model), run.settings["loaded"]
     method = specs[-1].method.to_dict() if specs else unpatched
     if len(specs) == 1 and isinstance(specs[-1].method, Default) and not run.select([method]).results:
         method = unpatched  # it changes nothing but the length in the config
@@ -175,7 +175,7 @@ def model_key(
         over: as `rope_ext_hf.patch` takes it.
         measuring: the names of the Python modules whose code measures.
     """
-    specs = present_specs(model)
+    specs = active_patches(model)
     measures_present_patch = None in methods or (specs and basis == Basis.from_specs(specs))
     return {
         "weights": model_digest(model),
@@ -187,7 +187,7 @@ def model_key(
     }
 
 
-def _further_arguments(spec: PatchSpec) -> dict[str, Any]:
+def _further_arguments(spec: Patch) -> dict[str, Any]:
     """Return those arguments of a patch that are not defaults and that its method and basis do not show."""
     arguments: dict[str, Any] = {}
     if spec.target_length not in (None, spec.method.extended_length(spec.rotary)):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, patched_slots
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, patched_slots
 
 BLOCK_BYTES = 2**22  # the bytes that a thread reads at a time, and copies to main memory where they are on a GPU
 
@@ -73,7 +73,7 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     waiting = [("", model)]
     while waiting:
         name, module = waiting.pop()
-        if isinstance(module, PatchedSlot):
+        if isinstance(module, PatchedRotaryEmbedding):
             module = module.replaced
         if id(module) not in modules:
             modules[id(module)] = name, module

@@ -9,7 +9,7 @@
     format: 1
 
 Every run leaves such a file beside its results, and `rope-ext run FILE` repeats it. The keys are the options of the
-command, which are the fields of the dataclasses that hold its arguments (`rope_ext_hf.options.questions`). This module
+command, which are the fields of the dataclasses that hold its arguments (`rope_ext_hf.options.arguments`). This module
 does not depend on any kind of run. A file may hold several runs, one after the other, with a line `---` between them.
 """
 
@@ -31,9 +31,9 @@ from rope_ext_hf.hub import model_commit
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import method_from_dict
 from rope_ext_hf.models.patch_records import saved_specs
-from rope_ext_hf.options.questions import Question, anything, shell_line
+from rope_ext_hf.options.arguments import Options, anything, shell_line
 from rope_ext_hf.patches.loading import find_config
-from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.reading.text.documents import corpus_name
 from rope_ext_hf.reference import folder_of
 from rope_ext_hf.runs.folder.identity import versions_now
@@ -122,16 +122,16 @@ class RunFile:
 
 
 def run_file(
-    question: Question,
+    options: Options,
     model: PreTrainedModel | str | Path,
-    *others: Question,
+    *others: Options,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    **options: Any,
+    **further: Any,
 ) -> RunFile:
     """Return the run file for a measurement: its command, model and options.
 
     Args:
-        question: the arguments of the measurement, such as `Perplexity`.
+        options: the arguments of the measurement, such as `Perplexity`.
         model: a folder or Hub id; or a model in memory, which is named by its folder or Hub id if that holds the same
             patch.
         *others: further groups of arguments: the methods, and how the model is loaded.
@@ -139,9 +139,9 @@ def run_file(
         **options: further options by name; None is left out.
     """
     stated: dict[str, Any] = {}
-    for part in (question, *others):
+    for part in (options, *others):
         stated |= _stated(part)
-    stated |= {name: _plain(value) for name, value in options.items() if value is not None}
+    stated |= {name: _plain(value) for name, value in further.items() if value is not None}
     if isinstance(model, (str, Path)):
         name: Any = str(model)
         commit = model_commit(name, revision=stated.get("revision"))
@@ -150,17 +150,17 @@ def run_file(
         stated |= {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
     stated |= {"revision": commit} if commit else {}
     stated.pop("model", None)
-    return RunFile(question.command, name, stated, versions_now(), in_memory=not isinstance(model, (str, Path)))
+    return RunFile(options.command, name, stated, versions_now(), in_memory=not isinstance(model, (str, Path)))
 
 
-def _stated(question: Question) -> dict[str, Any]:
-    """Return the fields of a question (the dataclass with a command's arguments) as values for YAML.
+def _stated(options: Options) -> dict[str, Any]:
+    """Return the fields of some options as values for YAML.
 
     A field that is None is left out, unless leaving it out means something else on the command line.
     """
     stated: dict[str, Any] = {}
-    for field_, argument in question.described_fields():
-        name, value = field_.name, getattr(question, field_.name)
+    for field_, argument in options.described_fields():
+        name, value = field_.name, getattr(options, field_.name)
         if name == "parameters":
             stated |= {parameter: _plain(setting) for parameter, setting in value.items()}
         elif argument.parse is anything and not isinstance(value, (str, Path, type(None))):
@@ -197,7 +197,7 @@ def _name_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
         return {IN_MEMORY: f"{name} with another tokenizer"}
     try:
         _, record, _ = find_config(name, local_files_only=True, revision=getattr(model.config, "_commit_hash", None))
-        same = list(present_specs(model)) == (saved_specs(record) if record else [])
+        same = list(active_patches(model)) == (saved_specs(record) if record else [])
     except (RopeExtError, OSError):
         same = False
     if not same:

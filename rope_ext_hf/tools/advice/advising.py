@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
+from rope_ext_hf.bounds import MOST_TOKENS, Length, check_int, parse_length
 from rope_ext_hf.errors import MethodError, ServingError, UnsupportedModelError, one_line, short
 from rope_ext_hf.files.whole import foreign_errors
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.models.patch_records import PatchSpec
+from rope_ext_hf.models.patch_records import Patch
 from rope_ext_hf.patches.describing import scalings_underneath, short_input_notes
 from rope_ext_hf.reading.cost.memory import cached_bytes, cached_layers
 from rope_ext_hf.tools.advice.advice import Advice, CacheMemory, MethodAdvice, signed
@@ -38,7 +38,7 @@ from rope_ext_hf.tools.engines.base import find_engine, list_engines, reference_
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
 from rope_ext_hf.tools.serving.configs import Model, make_target, open_model
 from rope_ext_hf.tools.serving.gpu_memory import gpu_memory
-from rope_ext_hf.tools.serving.questions import GPUServer
+from rope_ext_hf.tools.serving.serving_options import GPUServer
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}  # bytes of a number by dtype; float16 has those of bfloat16
 
@@ -77,18 +77,18 @@ def advise(
         UnsupportedModelError: a model without rotary embeddings, or with several.
     """
     target_length, context_length = parse_length(target_length), parse_length(context_length)
-    whole("target_length", target_length, 1, MOST_TOKENS)
+    check_int("target_length", target_length, 1, MOST_TOKENS)
     for batch in batches:
-        whole("a batch", batch, 1, MOST_TOKENS)
+        check_int("a batch", batch, 1, MOST_TOKENS)
     check_purpose(purpose)
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     present = _Present.of(opened, over, context_length)
     on_gpus = None
     if server is not None and server.gpus:
         on_gpus = gpu_memory(opened.whole(), target_length, server)
-    underneath = {"over": over, "context_length": context_length}
-    options = {key: value for key, value in underneath.items() if value not in (None, "own")}
-    advisor = _Advisor(opened, present.rotary, target_length, underneath, engines or list_engines())
+    base_arguments = {"over": over, "context_length": context_length}
+    options = {key: value for key, value in base_arguments.items() if value not in (None, "own")}
+    advisor = _Advisor(opened, present.rotary, target_length, base_arguments, engines or list_engines())
     methods: list[MethodAdvice] = []
     if target_length > present.context_length:
         methods = advisor.methods()
@@ -133,7 +133,7 @@ class _Present:
     """The present state of a model, before it is extended: its rotary embedding, patch and context length."""
 
     rotary: Rotary  # the rotary embedding that a method would extend
-    patch: PatchSpec | None  # the patch that it carries, unless that is taken away by `over` or `context_length`
+    patch: Patch | None  # the patch that it carries, unless that is taken away by `over` or `context_length`
     context_length: int  # the length in tokens that it is for, with that patch
     rule: str  # the reading of the config that gave the length
     extended_by: tuple[str, ...]  # scalings and patches, the last one first
@@ -245,7 +245,7 @@ class _Advisor:
     opened: Model
     rotary: Rotary
     target_length: int
-    underneath: dict[str, Any]  # over and context_length
+    base_arguments: dict[str, Any]  # over and context_length
     engine_names: Collection[str]
     configs: dict[tuple[str, str], ServingConfig] = field(default_factory=dict)
     refusal: str = ""
@@ -262,7 +262,7 @@ class _Advisor:
         """
         if SERVING not in choices:
             return self.rotary, None
-        spec = self.opened.patch_spec(choices[SERVING][0], target_length=self.target_length, **self.underneath)
+        spec = self.opened.patch_spec(choices[SERVING][0], target_length=self.target_length, **self.base_arguments)
         return spec.rotary, spec.method
 
     def methods(self) -> list[MethodAdvice]:
@@ -287,8 +287,8 @@ class _Advisor:
         encodings: dict[str, str | None] = {}
         refusals: dict[str, str] = {}
         try:
-            spec = self.opened.patch_spec(name, target_length=self.target_length, **self.underneath)
-            refusal = self.opened.refusal(name, target_length=self.target_length, **self.underneath)
+            spec = self.opened.patch_spec(name, target_length=self.target_length, **self.base_arguments)
+            refusal = self.opened.refusal(name, target_length=self.target_length, **self.base_arguments)
             if refusal is not None:
                 raise refusal
         except MethodError as error:
@@ -343,7 +343,7 @@ class _Advisor:
             return "change"
         return f"rise by {signed({rise.model.name: rise.increase for rise in rises})}"
 
-    def _engines(self, name: str, spec: PatchSpec) -> tuple[dict[str, str | None], dict[str, str]]:
+    def _engines(self, name: str, spec: Patch) -> tuple[dict[str, str | None], dict[str, str]]:
         """Return how each engine serves a patch (None: it refuses), and the reasons of the engines that refuse.
 
         `name` is the name of the method.
@@ -384,7 +384,7 @@ class _Advisor:
         The config is for the target length if the engine serves that length, else for the length that the model is for.
         """
         try:
-            whole_length = make_target(self.opened, **self.underneath)
+            whole_length = make_target(self.opened, **self.base_arguments)
         except (MethodError, ServingError) as error:  # a patch that no engine runs
             self.refusal = one_line(error)
             return {}, {}

@@ -13,10 +13,10 @@ from typing import Any
 
 from rope_ext_hf.checkpoints.folder_copies import unlike_copies
 from rope_ext_hf.errors import MethodError, ServingError, short
-from rope_ext_hf.eval.questions import Perplexity
+from rope_ext_hf.eval.measurement_options import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
+from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.options.method_choice import LayerChoice
-from rope_ext_hf.options.questions import command_line
 from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
 from rope_ext_hf.runs.conclusions.labels import method_key
 from rope_ext_hf.runs.conclusions.measures import Evidence, Measure, perplexity_text
@@ -28,7 +28,7 @@ from rope_ext_hf.tools.advice.advising import advise
 from rope_ext_hf.tools.advice.guidance import SERVING
 from rope_ext_hf.tools.engines.base import find_engine, list_engines
 from rope_ext_hf.tools.serving.configs import Model, needs_nothing, open_model
-from rope_ext_hf.tools.serving.questions import Extending
+from rope_ext_hf.tools.serving.serving_options import Extending
 
 _LENGTH_ALONE, _SHARPER = "default", "temperature"
 """The methods for models whose full-attention layers do not rotate: what is written, and what is measured beside it."""
@@ -251,7 +251,7 @@ def _clause(comparison: Comparison, *, better: str, tested: bool) -> str:
 
 def plan_extension(
     model: str,
-    question: Extending,
+    options: Extending,
     *,
     advice: Advice | None = None,
     reading: Mapping[str, Any] | None = None,
@@ -262,7 +262,7 @@ def plan_extension(
 
     Args:
         model: a folder, a Hub id, or "reference" for the bundled model.
-        question: the target length, the engine, and the options of the measurement.
+        options: the target length, the engine, and the options of the measurement.
         advice: the result of `advise` for the same model and target length, if it is known.
         reading: further options of `rope-ext ppl`, such as device, by their names in Python.
         revision: branch, tag or commit on the Hub.
@@ -274,8 +274,8 @@ def plan_extension(
     """
     if is_gguf(model):
         raise MethodError(f"{model!r} is a GGUF file, and a folder is extended here. {way_out(Path(model))}")
-    target_length, underneath = question.target_length, question.underneath
-    engine = find_engine(question.engine)
+    target_length, base_arguments = options.target_length, options.base_arguments
+    engine = find_engine(options.engine)
     loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     opened = open_model(model, **loading)
     if opened.specs:
@@ -284,28 +284,28 @@ def plan_extension(
             f"{model} carries a patch, {opened.specs[-1].method.label()}, which a new one would replace; extend the "
             f"model that it was made from, or serve it as it is: `{serve}`"
         )
-    ask = partial(advise, opened, target_length, server=question.server, **underneath)
+    ask = partial(advise, opened, target_length, server=options.server, **base_arguments)
     advice = advice or ask(engines=[engine.name])
     method = _method_for(engine.name, advice, ask).method
     if advice.on_gpus is not None:
         engine.gpu_options(advice.on_gpus.options)  # raises an error if this engine's options are not known
         if advice.on_gpus.kv_bits is None:
             raise ServingError(str(advice.on_gpus))
-    as_published = question.over == "own" and question.context_length is None
+    as_published = options.over == "own" and options.context_length is None
     reason = _published_reason(opened, method, target_length) if as_published else ""
-    folder = str(question.out or f"{Path(model).name}-{target_length}")
-    patch = LayerChoice(method=method, target_length=target_length, **underneath)
+    folder = str(options.out or f"{Path(model).name}-{target_length}")
+    patch = LayerChoice(method=method, target_length=target_length, **base_arguments)
     lengths = (max(32, advice.context_length // _SHORT_INPUTS), advice.context_length, target_length)
     perplexity = None
     commands: dict[str, str] = {}
-    if question.measure:
-        text = question.data or f"stdlib?join={_CHARACTERS * target_length}"
-        perplexity = Perplexity(lengths=lengths, max_spans=question.max_spans, data=text)
+    if options.measure:
+        text = options.data or f"stdlib?join={_CHARACTERS * target_length}"
+        perplexity = Perplexity(lengths=lengths, max_spans=options.max_spans, data=text)
         commands["ppl"] = command_line(
             "ppl", model, **_measured(patch).options, **loading, **perplexity.options, **(reading or {})
         )
     commands["patch"] = command_line("patch", model, **patch.options, **loading, out=folder)
-    commands["serve-config"] = command_line("serve-config", folder, engine=engine.name, **question.server.options)
+    commands["serve-config"] = command_line("serve-config", folder, engine=engine.name, **options.server.options)
     return Extension(
         model=model,
         engine=engine.name,

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import torch
 
 from rope_ext_hf.errors import CheckpointError, duration
-from rope_ext_hf.eval.questions import Passkey
+from rope_ext_hf.eval.measurement_options import Passkey
 from rope_ext_hf.hub import find_device, loaded_dtype
-from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.reading.cost.operations import MINUTES, measure_speed
 from rope_ext_hf.tools.advice.guidance import SERVING
 from rope_ext_hf.tools.engines.base import find_engine, reference_engine, usual_server
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
 from rope_ext_hf.tools.serving.configs import Model
 from rope_ext_hf.tools.serving.gpu_memory import GPUMemory
-from rope_ext_hf.tools.serving.questions import GPUServer
+from rope_ext_hf.tools.serving.serving_options import GPUServer
 
 _MOST_SPANS = 8  # spans of every length in the commands that measure: enough to compare methods
 _PASSKEY = Passkey(lengths=[4096])  # the lengths do not matter here

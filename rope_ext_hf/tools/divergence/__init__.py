@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rope_ext_hf.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rope_ext_hf.tools.divergence.divergence_options import Divergence as Divergence
     from rope_ext_hf.tools.divergence.divergence_runs import DivergenceResult as DivergenceResult
     from rope_ext_hf.tools.divergence.measuring import divergence as divergence
-    from rope_ext_hf.tools.divergence.questions import Divergence as Divergence
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -36,8 +36,8 @@ from rope_ext_hf.runs.kinds import register_run_kind
 from rope_ext_hf.runs.measurement import Cell, Passed, RunPlan
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.tables import BEST_NOTE, beyond_mark, length_table
+from rope_ext_hf.tools.divergence.divergence_options import Divergence
 from rope_ext_hf.tools.divergence.divergences import divergences
-from rope_ext_hf.tools.divergence.questions import Divergence
 from rope_ext_hf.tools.divergence.states_files import token_names
 from rope_ext_hf.tools.divergence.stored_states import StoredStates
 
@@ -183,21 +183,21 @@ class DivergenceRuns(SpanRuns):
         "gpu_bytes",
     )
 
-    def fit(self, question: Divergence, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
-        """Return the question (the arguments) and the methods, fitted to the longest length of the stored run."""
-        lengths = question.lengths or [int(length) for length, *_ in read_run(question.against).settings["cells"]]
-        _, resolved = super().fit(replace(question, lengths=lengths), model, methods)
-        return question, resolved
+    def fit(self, options: Divergence, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
+        """Return the options and the methods, fitted to the longest length of the stored run."""
+        lengths = options.lengths or [int(length) for length, *_ in read_run(options.against).settings["cells"]]
+        _, resolved = super().fit(replace(options, lengths=lengths), model, methods)
+        return options, resolved
 
     def plan(
-        self, question: Divergence, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
+        self, options: Divergence, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
         """Return the plan: the tokens that the stored run has read, see `RunKind.plan`."""
-        states = StoredStates.open(Path(question.against), question.against_method)
-        lengths = set(states.plan.lengths if question.lengths is None else question.lengths)
+        states = StoredStates.open(Path(options.against), options.against_method)
+        lengths = set(states.plan.lengths if options.lengths is None else options.lengths)
         if unknown := sorted(lengths - set(states.plan.lengths)):
             raise MethodError(
-                f"the run in {question.against!r} has no length {unknown[0]:,}; it has "
+                f"the run in {options.against!r} has no length {unknown[0]:,}; it has "
                 f"{listed(f'{length:,}' for length in states.plan.lengths)}"
             )
         _check_model(states, model, tokenizer)

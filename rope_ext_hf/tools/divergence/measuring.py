@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.eval.measuring import results_of
-from rope_ext_hf.options.questions import forward
+from rope_ext_hf.options.arguments import with_fields_of
 from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.runs.run import Results, Run
+from rope_ext_hf.tools.divergence.divergence_options import Divergence
 from rope_ext_hf.tools.divergence.divergence_runs import DivergenceResult
-from rope_ext_hf.tools.divergence.questions import Divergence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@forward(Divergence)
+@with_fields_of(Divergence)
 def divergence(
     model: PreTrainedModel | str | Path,
     against: str | Path | Run[Any],

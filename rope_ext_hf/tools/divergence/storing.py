@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.questions import Perplexity
+from rope_ext_hf.eval.measurement_options import Perplexity
 from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss, PerplexityMeasurement
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Pass
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 def store_states(
     plan: RunPlan[PerplexityMeasurement],
-    question: Perplexity,
+    options: Perplexity,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> RunPlan[PerplexityMeasurement]:
-    """Return the plan of a perplexity run extended so that last hidden states are stored, in `question.store_states`.
+    """Return the plan of a perplexity run extended so that last hidden states are stored, in `options.store_states`.
 
     Args:
         plan: the plan, without key tokens.
-        question: the arguments of the run.
+        options: the arguments of the run.
         model: the model; it may be on the meta device.
         tokenizer: its tokenizer; default: the one beside its weights.
 
     Raises:
         UnsupportedModelError: the model has no hidden states that could be stored.
     """
-    assert question.store_states is not None
+    assert options.store_states is not None
     text = plan.measurement.plan
     names = token_names(model, tokenizer, text)
     head_of(model)  # raises an error where the states could not be stored
-    return replace(plan, measurement=_StoringMeasurement(text, states=question.store_states, names=names))
+    return replace(plan, measurement=_StoringMeasurement(text, states=options.store_states, names=names))
 
 
 class _StoringMeasurement(PerplexityMeasurement):

@@ -19,7 +19,7 @@ def expected_numbers(reference: Engine, config: Config) -> Expected:
     """Compute a config by the reference engine's rules: for the longest inputs, and for short ones if they differ."""
     longest = reference.computes(config)
     assert longest.length is not None
-    if longest.by_length:
+    if longest.depends_on_total_length:
         return (longest.length, longest), (1, reference.computes(config, 1))
     return ((longest.length, longest),)
 
@@ -30,7 +30,7 @@ def engine_difference(engine: Engine, expected: Expected, config: Config) -> str
     It is None if they agree up to the rounding of float32.
     """
     ours = engine.computes(config, expected[0][0])
-    if ours.by_length and len(expected) == 1:  # this engine follows the input, and the reference does not
+    if ours.depends_on_total_length and len(expected) == 1:  # this engine follows the input, and the reference does not
         expected = (*expected, (1, expected[0][1]))
     for index, (tokens, theirs) in enumerate(expected):
         short_inputs = index == 1

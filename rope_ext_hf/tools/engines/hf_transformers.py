@@ -89,7 +89,7 @@ class _Rules(ConfigEngine):
         if settings["long_factor"] == settings["short_factor"]:
             return rope.computed(inv_freq, magnitude)
         note = f"longrope: inputs of up to {original:g} tokens get short_factor, longer ones long_factor."
-        return replace(rope.computed(inv_freq, magnitude, note), by_length=True)
+        return replace(rope.computed(inv_freq, magnitude, note), depends_on_total_length=True)
 
     def other(self, rope: RopeKeys) -> Computed:
         if rope.kind == "proportional":

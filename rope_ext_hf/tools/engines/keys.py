@@ -96,7 +96,7 @@ class Computed:
     table: int | None = None  # the number of positions that it has angles for; None: as many as it is started for
     softmax_scale: float = 1.0  # the number that attention multiplies its softmax scale by (DeepSeek's mscale_all_dim)
     notes: tuple[str, ...] = ()  # sentences on settings of this config that the engine ignores or reads differently
-    by_length: bool = False  # whether shorter inputs get other numbers than these
+    depends_on_total_length: bool = False  # whether shorter inputs get other numbers than these
 
     def difference(
         self, inv_freq: Sequence[float], attention_factor: float, softmax_scale: float, *, within: float = _EXACT

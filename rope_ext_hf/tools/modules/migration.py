@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.bounds import Length, parse_length, whole
+from rope_ext_hf.bounds import Length, check_int, parse_length
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.files.whole import package_table
 from rope_ext_hf.models.model_classes import vocabulary_size
@@ -69,7 +69,7 @@ def migrate_to_rope(model: nn.Module, *, target_length: Length | None = None) ->
     positions = _positions(model)
     rows, padding = positions.num_embeddings, positions.padding_idx
     first = 0 if padding is None else padding + 1  # the first position of RoBERTa
-    length = rows - first if target_length is None else whole("target_length", target_length)
+    length = rows - first if target_length is None else check_int("target_length", target_length)
     config = transformers.RoFormerConfig(**_settings(model.config), max_position_embeddings=length)
     migrated = getattr(transformers, f"RoFormer{head}")(config)
     like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())

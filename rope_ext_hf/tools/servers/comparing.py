@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.models.model_classes import vocabulary_size
-from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.tools.servers.answers import Collected, Prompt
 from rope_ext_hf.tools.servers.mistakes import AS_MEASURED, Configuration, slightly_wrong
@@ -56,7 +56,7 @@ class Comparison:
         Raises:
             ServingError: the answers are about tokens outside the model's vocabulary.
         """
-        specs = present_specs(model)
+        specs = active_patches(model)
         answers = _Answers(self.collected.prompts, model)
         elimination = self._eliminate(answers, configurations)
         report = ServerReport(

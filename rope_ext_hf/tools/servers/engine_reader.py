@@ -31,7 +31,7 @@ from rope_ext_hf.errors import MethodError, ServingError, one_line
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.models.model_classes import vocabulary_size
-from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.reading.cost.memory import GPU_WORKING_BYTES
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
@@ -290,7 +290,7 @@ class EngineScorer:
         if offload_cache:
             raise MethodError(f"{engine.rules.title} keeps keys and values itself; leave out --offload-cache")
         self.model, self.longest, self.configs, self.source = model, longest, configs, source
-        self.device, self.loaded = model.device, present_specs(model)
+        self.device, self.loaded = model.device, active_patches(model)
         self.engine, self.title = engine, engine.rules.title
         self.shortest = min(measurement.passes)
         self.head_bytes = GPU_WORKING_BYTES
@@ -312,14 +312,14 @@ class EngineScorer:
         return f"by {self.title} in steps of {self.chunk:,} tokens"
 
     @property
-    def by_length(self) -> bool:
+    def depends_on_total_length(self) -> bool:
         """False: engines compute a token alike whatever follows it, so that a longer text scores shorter ones too."""
         return False
 
     @property
     def unpatched(self) -> bool:
         """True if the engine runs the model as it was loaded."""
-        return not present_specs(self.model)
+        return not active_patches(self.model)
 
     @property
     def tokens_together(self) -> int:
@@ -340,7 +340,7 @@ class EngineScorer:
             ServingError: the engine does not start, differs from transformers, or fails.
         """
         process = self.process
-        if process is None or self.running != present_specs(self.model):
+        if process is None or self.running != active_patches(self.model):
             process = self._start()
         started = time.perf_counter()
         losses = self._read(process, texts)
@@ -373,7 +373,7 @@ class EngineScorer:
         They are compared on the first text of each length.
         """
         self._stop()
-        specs = present_specs(self.model)
+        specs = active_patches(self.model)
         method = None if specs == self.loaded and None in self.configs else specs[-1].method
         expected = self._transformers_losses()
         self.process = self._new_process(self.configs[method])

@@ -22,7 +22,7 @@ from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patched
-from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.reading.spans import prefix_tokens
 
 AS_MEASURED = "as measured"
@@ -42,7 +42,7 @@ def configurations(model: Any, unpatched: Rotary) -> dict[str, Configuration]:
         unpatched: the model's rotary embedding without a patch.
     """
     by_name: dict[str, Configuration] = {AS_MEASURED: nullcontext}
-    specs = present_specs(model)
+    specs = active_patches(model)
     if specs:
         by_name["without the patch"] = partial(patched, model, "default")
         method, rotary, length = specs[-1].method, specs[-1].rotary, specs[-1].target_length
@@ -73,7 +73,7 @@ def rarer_configurations(model: Any, unpatched: Rotary, tokenizer: Any) -> dict[
     These are a method in a model that was measured without one, and extra tokens before each prompt.
     """
     by_name: dict[str, Configuration] = {AS_MEASURED: nullcontext}
-    if not present_specs(model):
+    if not active_patches(model):
         for factor in _USUAL_FACTORS:
             for method in _static_methods(unpatched, factor):
                 by_name[f"with {method.label()} put in"] = partial(patched, model, method)

@@ -15,6 +15,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.tools.serving.auditing import audit as audit
     from rope_ext_hf.tools.serving.configs import serving_config as serving_config
     from rope_ext_hf.tools.serving.model_card import write_card as write_card
-    from rope_ext_hf.tools.serving.questions import GPUServer as GPUServer
+    from rope_ext_hf.tools.serving.serving_options import GPUServer as GPUServer
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -18,7 +18,7 @@ from rope_ext_hf.files.whole import foreign_errors, mistral_format_files, read_j
 from rope_ext_hf.hub import model_folder
 from rope_ext_hf.models.config_keys import rope_settings, text_settings, unread_settings
 from rope_ext_hf.models.patch_records import PATCH_KEY, checked_specs
-from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
 from rope_ext_hf.tools.engines.base import Engine, NotCheckedError, list_engines, reference_engine
 from rope_ext_hf.tools.engines.comparison import Expected, engine_difference, expected_numbers
@@ -231,12 +231,12 @@ def _reference(config: Mapping[str, Any]) -> _Reference:
     long, short, longer = [
         Computed(inv_freq, magnitude, length, softmax_scale=rotary.softmax_scale) for inv_freq, magnitude in numbers
     ]
-    by_length = short.inv_freq != long.inv_freq or short.attention_factor != long.attention_factor
-    if by_length or longer.inv_freq != long.inv_freq:
+    depends_on_total_length = short.inv_freq != long.inv_freq or short.attention_factor != long.attention_factor
+    if depends_on_total_length or longer.inv_freq != long.inv_freq:
         note = f"The frequencies depend on the longest input; these are for {length:,} tokens."
-        long = replace(long, by_length=by_length, notes=(note,))
+        long = replace(long, depends_on_total_length=depends_on_total_length, notes=(note,))
     report = _EngineReport(reference_engine().name, __version__, long)
-    expected = ((length, long), *(((1, short),) if by_length else ()))
+    expected = ((length, long), *(((1, short),) if depends_on_total_length else ()))
     return _Reference(report, expected, rotary.context_length, rotary.note)
 
 

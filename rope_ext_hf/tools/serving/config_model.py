@@ -22,21 +22,21 @@ from rope_ext_hf.models.config import rope_dict
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.layer_types import SLIDING, AttentionLayers
 from rope_ext_hf.models.model_classes import empty_model
-from rope_ext_hf.models.patch_records import PatchSpec, before_patches, recorded_specs, saved_specs
+from rope_ext_hf.models.patch_records import Patch, before_patches, recorded_specs, saved_specs
 from rope_ext_hf.models.patched_config import config_encoding, softmax_scale, write_settings
 from rope_ext_hf.models.recipes import Recipe, find_recipe, recipe_note, recipe_warning
-from rope_ext_hf.patches.geometry import (
+from rope_ext_hf.patches.base_rope import (
     BaseRope,
     base_rope_of_config,
-    bind_to,
+    fill_parameters,
     rope_of_config,
     rope_of_layers,
     stated_length,
 )
 from rope_ext_hf.patches.planning import plan_patch
-from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.patches.slots.slot_finding import find_slots
-from rope_ext_hf.patches.stand_in import refusal, stand_in
+from rope_ext_hf.patches.small_replica import refusal, small_replica
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,9 +54,7 @@ class ConfigModel:
         whole: a function that makes the whole model, on the meta device if it is not in memory.
     """
 
-    def __init__(
-        self, config: Any, specs: Sequence[PatchSpec] = (), whole: Callable[[], nn.Module] | None = None
-    ) -> None:
+    def __init__(self, config: Any, specs: Sequence[Patch] = (), whole: Callable[[], nn.Module] | None = None) -> None:
         """Read a text config that has no patch recorded in it; `whole` defaults to a model of that config.
 
         Raises:
@@ -71,10 +69,10 @@ class ConfigModel:
         self.described, self.layer_types = rope_of_config(self.layers, slots)
 
     @staticmethod
-    def parts_of(model: nn.Module) -> tuple[Any, list[PatchSpec]]:
+    def parts_of(model: nn.Module) -> tuple[Any, list[Patch]]:
         """Return the text config of a model in memory without its patches, and these patches, bottom first."""
         config = find_slots(model)[0].config
-        specs = list(present_specs(model)) or recorded_specs(config)
+        specs = list(active_patches(model)) or recorded_specs(config)
         return before_patches(config), specs
 
     @classmethod
@@ -95,15 +93,15 @@ class ConfigModel:
         over: str = "own",
         context_length: Length | None = None,
         **params: Any,
-    ) -> PatchSpec:
+    ) -> Patch:
         """Return the patch that `rope_ext_hf.patch` would apply, with every parameter of the method filled in."""
         rotary, target = self.base(over, context_length).rotary, parse_length(target_length)
         resolved = resolve_method(method, rotary, factor=factor, target_length=target, **params)
         length = target or stated_length(resolved, rotary, factor)
-        bound = bind_to(resolved, rotary, self.config, length)
-        return PatchSpec(bound, rotary, length or bound.extended_length(rotary))
+        bound = fill_parameters(resolved, rotary, self.config, length)
+        return Patch(bound, rotary, length or bound.extended_length(rotary))
 
-    def patched_config(self, spec: PatchSpec) -> Any:
+    def patched_config(self, spec: Patch) -> Any:
         """Return a copy of the text config as the patched model would be saved.
 
         Raises:
@@ -130,7 +128,7 @@ class ConfigModel:
         """Return what the publisher states about the model's context in a sentence, see `recipe_note`; else None."""
         return recipe_note(self.config, rotary, method)
 
-    def notes_on(self, spec: PatchSpec) -> tuple[str, ...]:
+    def notes_on(self, spec: Patch) -> tuple[str, ...]:
         """Return notes on layers that a patch does not reach, and on a published setting that it differs from."""
         notes = (
             self.layers.unrotated_note(spec.method),
@@ -149,7 +147,7 @@ class ConfigModel:
     @cached_property
     def can_be_tried(self) -> bool:
         """True if a small model of its class can be built, to try there what `patch` refuses."""
-        return stand_in(self.config.to_json_string(use_diff=False)) is not None
+        return small_replica(self.config.to_json_string(use_diff=False)) is not None
 
     def refusal(self, method: str | RopeMethod, **arguments: Any) -> RopeExtError | None:
         """Return the error with which `patch` would refuse a method on this model.

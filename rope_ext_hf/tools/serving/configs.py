@@ -24,8 +24,8 @@ from rope_ext_hf.hub import is_adapter, load_empty, missing_tokenizer, model_fol
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods, registered_name
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.models.patch_records import SAVED_KEYS, PatchSpec
-from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.models.patch_records import SAVED_KEYS, Patch
+from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
 from rope_ext_hf.reading.cost.memory import cached_bytes
 from rope_ext_hf.tools.engines.base import Engine, find_engine
@@ -34,7 +34,7 @@ from rope_ext_hf.tools.engines.serving_config import ServingConfig
 from rope_ext_hf.tools.engines.target import Target
 from rope_ext_hf.tools.serving.config_model import ConfigModel
 from rope_ext_hf.tools.serving.gpu_memory import GPUMemory, gpu_memory
-from rope_ext_hf.tools.serving.questions import GPUServer
+from rope_ext_hf.tools.serving.serving_options import GPUServer
 
 _LARGE_CACHE = 16 * 10**9  # bytes of keys and values of one input from which a note mentions them
 _DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
@@ -58,7 +58,7 @@ class Model(ConfigModel):
         config: Any,
         *,
         composite: bool,
-        specs: list[PatchSpec],
+        specs: list[Patch],
         whole: Callable[[], Any] | None = None,
         given_name: str = "",
         mistral_format: bool = False,
@@ -132,7 +132,7 @@ def refuse_adapter(name: str | Path, folder: Path) -> None:
 
 def make_target(
     model: Model,
-    method: str | RopeMethod | PatchSpec | None = None,
+    method: str | RopeMethod | Patch | None = None,
     *,
     factor: float | None = None,
     target_length: Length | None = None,
@@ -153,7 +153,7 @@ def make_target(
     if method is None and (factor is not None or target_length is not None or params):
         raise MethodError("a factor, a length or a parameter was given without a method; give the method too")
     as_loaded = over == "own" and context_length is None
-    if isinstance(method, PatchSpec):
+    if isinstance(method, Patch):
         spec = method
     elif method is None and model.specs and as_loaded:
         spec = model.specs[-1]
@@ -195,7 +195,7 @@ def _check_runs_on_engines(method: RopeMethod) -> None:
         )
 
 
-def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
+def _target(model: Model, spec: Patch, *, changes_nothing: bool) -> Target:
     """Return the target for a method with fixed frequencies.
 
     With `changes_nothing` the model is to be served as published.

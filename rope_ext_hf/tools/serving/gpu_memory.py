@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import MethodError, size_text
 from rope_ext_hf.reading.cost.memory import GPU_WORKING_BYTES, cached_bytes, cached_layers
-from rope_ext_hf.tools.serving.questions import GPUServer
+from rope_ext_hf.tools.serving.serving_options import GPUServer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

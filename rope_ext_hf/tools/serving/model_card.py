@@ -27,7 +27,7 @@ from rope_ext_hf.files.whole import PlainLoader, disk_errors, foreign_errors, li
 from rope_ext_hf.hub import fingerprint, folder_and_hub_id, is_adapter, load_empty, load_model
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
-from rope_ext_hf.patches.slots.patched_slot import patch_state, present_specs
+from rope_ext_hf.patches.slots.patched_slot import active_patches, patch_state
 from rope_ext_hf.runs.conclusions.labels import method_key
 from rope_ext_hf.runs.conclusions.measures import Measure
 from rope_ext_hf.runs.conclusions.statistics import Estimate
@@ -133,7 +133,7 @@ def write_card(
 def _new_metadata(values: dict[str, Any], model: Any, base_model: str | None, *, is_adapter: bool) -> dict[str, Any]:
     """Return the metadata of a card with the tags, the library and the base model of a patched model."""
     tags: list[Any] = values["tags"] if isinstance(values.get("tags"), list) else []
-    own_tags = ["rope", "long-context", *[spec.method.name for spec in present_specs(model)[-1:]]]
+    own_tags = ["rope", "long-context", *[spec.method.name for spec in active_patches(model)[-1:]]]
     new = dict(values)
     new["tags"] = [*tags, *[tag for tag in own_tags if tag not in tags]]
     new.setdefault("library_name", "peft" if is_adapter else "transformers")

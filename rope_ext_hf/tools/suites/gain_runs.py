@@ -29,7 +29,7 @@ from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Sco
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.tables import beyond_mark, two_column_table
 from rope_ext_hf.tools.suites.gain_rows import RowTokenizer, TextRow, TokenRow, docstring_rows, read_rows
-from rope_ext_hf.tools.suites.questions import Gain
+from rope_ext_hf.tools.suites.suite_options import Gain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -105,9 +105,9 @@ class GainRuns(RunKind):
     columns = ("length", "distance", "gain", "low", "high", "outcome", "with_evidence", "without_evidence")
 
     def plan(
-        self, question: Gain, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
+        self, options: Gain, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
-        return _plan(question, model, tokenizer, settings)
+        return _plan(options, model, tokenizer, settings)
 
     def parse(self, item: str, value: Any) -> AnswerLoss:
         match value:
@@ -225,23 +225,23 @@ class _GainMeasurement(Measurement):
 
 
 def _plan(
-    question: Gain, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
+    options: Gain, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[_GainMeasurement]:
     """Return the plan of a `gain` run: read the rows, choose among those that fit, and check their prompts."""
     text_tokenizer: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
-    bundled = isinstance(question.data, str) and question.data == _DOCSTRINGS
-    rows, source = read_rows(docstring_rows() if bundled else question.data)
-    cells = _cells(question)
-    longest = max(question.lengths)
+    bundled = isinstance(options.data, str) and options.data == _DOCSTRINGS
+    rows, source = read_rows(docstring_rows() if bundled else options.data)
+    cells = _cells(options)
+    longest = max(options.lengths)
     tokenizer_of_rows = RowTokenizer(text_tokenizer)
     fitting = _fitting(rows.values(), cells, tokenizer_of_rows)
-    count = min(question.samples, len(fitting))
+    count = min(options.samples, len(fitting))
     chosen = [fitting[(2 * n + 1) * len(fitting) // (2 * count)] for n in range(count)]
 
     contexts = list(dict.fromkeys(row.context for row in rows.values()))
     haystack: list[str] | None = None
-    if question.haystack is not None:
-        haystack = [text_of([document], text_tokenizer) for document in load(question.haystack)]
+    if options.haystack is not None:
+        haystack = [text_of([document], text_tokenizer) for document in load(options.haystack)]
     warn_of_unknown([Document("", text) for text in (*contexts, *(haystack or ()))], text_tokenizer)
     token_rows = {}
     for row in chosen:
@@ -258,10 +258,10 @@ def _plan(
     return RunPlan(_GainMeasurement(setting, token_rows, cells), _DOCSTRINGS if bundled else source, **settings)
 
 
-def _cells(question: Gain) -> list[tuple[int, int]]:
+def _cells(options: Gain) -> list[tuple[int, int]]:
     """Return the pairs of length and distance to measure, ascending."""
-    lengths = sorted(set(question.lengths))
-    distances = sorted(set(question.distances or [max(1, length // 2) for length in lengths]))
+    lengths = sorted(set(options.lengths))
+    distances = sorted(set(options.distances or [max(1, length // 2) for length in lengths]))
     if distances[-1] >= lengths[-1]:
         raise MethodError(
             f"distance {distances[-1]} is not below the longest length, {lengths[-1]}; give shorter distances or a "
@@ -280,9 +280,9 @@ def _fitting(rows: Iterable[TextRow], cells: Sequence[tuple[int, int]], tokenize
     question_room = min(distance for _, distance in cells)
     fitting, sizes = [], []
     for row in rows:
-        question, answer = tokenizer.question_and_answer(row)
+        options, answer = tokenizer.question_and_answer(row)
         sizes.append(len(tokenizer.tokens(row.evidence)) + len(answer))
-        if sizes[-1] <= room and len(question) <= question_room:
+        if sizes[-1] <= room and len(options) <= question_room:
             fitting.append(row)
     if not fitting:
         raise MethodError(

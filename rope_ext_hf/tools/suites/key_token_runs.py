@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import CorpusError, printable, short, warn_caller
-from rope_ext_hf.eval.questions import MeasureWith, Perplexity
+from rope_ext_hf.eval.measurement_options import MeasureWith, Perplexity
 from rope_ext_hf.eval.spans.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.reading.protocols import Span
@@ -275,23 +275,23 @@ def _keys_of_run(run: Run[_KeyTokens], plan: RunPlan[_KeyTokenMeasurement]) -> K
 
 
 def score_key_tokens(
-    plan: RunPlan[PerplexityMeasurement], question: Perplexity, measure_with: MeasureWith
+    plan: RunPlan[PerplexityMeasurement], options: Perplexity, measure_with: MeasureWith
 ) -> RunPlan[PerplexityMeasurement]:
     """Return the plan of a perplexity run extended so that LongPPL, perplexity over key tokens alone, is measured, too.
 
-    `question.keys_by` is a file of key tokens, or a model that finds them: `measure_with` measures a plan with the
+    `options.keys_by` is a file of key tokens, or a model that finds them: `measure_with` measures a plan with the
     model of this name. Where that returns None, as in a dry run, the plan is returned unchanged. Warns where key tokens
     were not searched for in some documents.
     """
-    source = question.keys_by
+    source = options.keys_by
     assert source is not None
     if os.path.isfile(source):  # noqa: PTH113 - Path.is_file raises where a name is too long for a path
-        keys = read_keys(source, question.key_window)
+        keys = read_keys(source, options.key_window)
     else:
         plans: list[RunPlan[_KeyTokenMeasurement]] = []
 
         def make(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RunPlan[_KeyTokenMeasurement]:
-            plans.append(_plan_keys(evaluator, tokenizer, plan, question.key_window))
+            plans.append(_plan_keys(evaluator, tokenizer, plan, options.key_window))
             return plans[0]
 
         run = measure_with(source, make)

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.eval.measuring import results_of
-from rope_ext_hf.options.questions import forward
+from rope_ext_hf.options.arguments import with_fields_of
 from rope_ext_hf.runs.run import Results
-from rope_ext_hf.tools.suites.questions import Tasks
+from rope_ext_hf.tools.suites.suite_options import Tasks
 from rope_ext_hf.tools.suites.task_runs import TaskResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@forward(Tasks)
+@with_fields_of(Tasks)
 def tasks(
     model: PreTrainedModel | str | Path, *, progress: Callable[[int], object] | bool | None = None, **fields: Any
 ) -> Results[TaskResult]:

@@ -32,7 +32,7 @@ from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.tables import beyond_mark, length_table
 from rope_ext_hf.tools.suites.base import PromptSettings, Suite
 from rope_ext_hf.tools.suites.base import suite as find_suite
-from rope_ext_hf.tools.suites.questions import Tasks
+from rope_ext_hf.tools.suites.suite_options import Tasks
 from rope_ext_hf.tools.suites.task_prompts import PromptEncoder, TaskPrompt, candidates, check_tasks, stop_tokens
 
 if TYPE_CHECKING:
@@ -110,9 +110,9 @@ class TaskRuns(RunKind):
     )
 
     def plan(
-        self, question: Tasks, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
+        self, options: Tasks, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
-        return _plan(question, model, tokenizer, settings)
+        return _plan(options, model, tokenizer, settings)
 
     def parse(self, item: str, value: Any) -> TaskScore:
         match value:
@@ -320,24 +320,24 @@ def _reach(passed: dict[int, bool]) -> int:
 
 
 def _plan(
-    question: Tasks, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
+    options: Tasks, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[_TaskMeasurement]:
     """Return the plan of a `tasks` run: make the prompts, and check that they fit."""
-    suite = find_suite(question.suite)
-    names = _task_names(question, suite)
-    score_by = _score_by(question, suite)
-    seed = suite.seed if question.seed is None else question.seed
+    suite = find_suite(options.suite)
+    names = _task_names(options, suite)
+    score_by = _score_by(options, suite)
+    seed = suite.seed if options.seed is None else options.seed
     text_tokenizer: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
-    documents = load(question.haystack)
+    documents = load(options.haystack)
     warn_of_unknown(documents, text_tokenizer)
-    chat = question.chat_template == "auto" and bool(getattr(text_tokenizer, "chat_template", None))
+    chat = options.chat_template == "auto" and bool(getattr(text_tokenizer, "chat_template", None))
     encoder = PromptEncoder(text_tokenizer, chat=chat)
-    lengths = sorted(set(question.lengths))
+    lengths = sorted(set(options.lengths))
     prompt_settings: dict[str, Any] = {
-        "count": question.samples,
+        "count": options.samples,
         "seed": seed,
         "haystack": text_of(documents, text_tokenizer),
-        "reserved": encoder.reserved + question.extra_tokens,
+        "reserved": encoder.reserved + options.extra_tokens,
     }
     check_tasks(suite, names, lengths, PromptSettings(text_tokenizer, lengths[0], **prompt_settings))
     prompts: dict[Cell, list[TaskPrompt]] = {}
@@ -345,46 +345,46 @@ def _plan(
         for index, name in enumerate(names):
             samples = suite.samples(name, text_tokenizer, length=length, **prompt_settings)
             prompts[length, float(index)] = [
-                encoder.encode(sample, candidates(sample, samples) if score_by == "rank" else (), question.extra_tokens)
+                encoder.encode(sample, candidates(sample, samples) if score_by == "rank" else (), options.extra_tokens)
                 for sample in samples
             ]
     all_prompts = list(chain.from_iterable(prompts.values()))
     texts = [ids for prompt in all_prompts for ids in (prompt.ids, *prompt.candidates)]
     check_prompts(model, texts, max(prompt.tokens for prompt in all_prompts))
     chance = fmean(1 / len(prompt.candidates) if prompt.candidates else 0.0 for prompt in all_prompts)
-    setting = TaskSetting(question.suite, ",".join(names), score_by, seed, encoder.chat, question.extra_tokens, chance)
+    setting = TaskSetting(options.suite, ",".join(names), score_by, seed, encoder.chat, options.extra_tokens, chance)
     stop = stop_tokens(model, text_tokenizer)
     measurement = _TaskMeasurement(setting, prompts, suite.score, encoder.decode, stop, encoder.changes_daily)
-    return RunPlan(measurement, f"suite {question.suite} in {documents.source}", **settings)
+    return RunPlan(measurement, f"suite {options.suite} in {documents.source}", **settings)
 
 
-def _task_names(question: Tasks, suite: Suite) -> tuple[str, ...]:
+def _task_names(options: Tasks, suite: Suite) -> tuple[str, ...]:
     """Return the names of the tasks that the user chose, in the suite's order.
 
     Raises:
         MethodError: a name is unknown, or no task is chosen.
     """
-    chosen = suite.tasks if question.tasks is None else question.tasks
+    chosen = suite.tasks if options.tasks is None else options.tasks
     for name in chosen:
         if name not in suite.tasks:
             raise MethodError(
-                f"suite {question.suite!r} has no task {short(name)!r}.{did_you_mean(name, suite.tasks)} "
+                f"suite {options.suite!r} has no task {short(name)!r}.{did_you_mean(name, suite.tasks)} "
                 f"Its tasks: {', '.join(suite.tasks)}"
             )
     names = tuple(name for name in suite.tasks if name in chosen)
     if not names:
-        raise MethodError(f"no task was chosen; suite {question.suite!r} has {', '.join(suite.tasks)}")
+        raise MethodError(f"no task was chosen; suite {options.suite!r} has {', '.join(suite.tasks)}")
     return names
 
 
-def _score_by(question: Tasks, suite: Suite) -> str:
+def _score_by(options: Tasks, suite: Suite) -> str:
     """Return the way in which answers are scored, "generate" or "rank"."""
-    score_by = suite.score_by if question.score is None else question.score
+    score_by = suite.score_by if options.score is None else options.score
     if score_by not in ("generate", "rank"):
         raise MethodError(f"score must be 'generate' or 'rank', got {short(repr(score_by))}")
-    if score_by == "rank" and question.samples < 2:
+    if score_by == "rank" and options.samples < 2:
         raise MethodError(
             f"samples must be at least 2 where answers are ranked, since the wrong answers are those of other prompts; "
-            f"got {question.samples}"
+            f"got {options.samples}"
         )
     return score_by

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.tools.training.collators import RandomPositionsCollator as RandomPositionsCollator
     from rope_ext_hf.tools.training.finetune_report import FinetuneReport as FinetuneReport
     from rope_ext_hf.tools.training.finetuning import finetune as finetune
+    from rope_ext_hf.tools.training.finetuning_options import Finetuning as Finetuning
     from rope_ext_hf.tools.training.longce import longce_weights as longce_weights
-    from rope_ext_hf.tools.training.questions import Finetuning as Finetuning
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -21,7 +21,7 @@ from rope_ext_hf.eval.measuring import perplexity
 from rope_ext_hf.files.whole import json_text, read_json, write_text
 from rope_ext_hf.hub import fingerprint, read_config
 from rope_ext_hf.patches.saved.fingerprint import Fingerprint
-from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.patches.trials.refusals import check_context_parallel, check_trainers_above, unwrapped
 from rope_ext_hf.runs.conclusions.labels import label
 
@@ -129,7 +129,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         assert self.expected is not None
         differences = self.expected.differences(trained)
         if differences:
-            specs = present_specs(model)
+            specs = active_patches(model)
             raise FingerprintError(
                 f"the checkpoint {str(folder)!r} was trained under {_method_in(folder)} (fingerprint "
                 f"{trained.digest}), but the model that would continue from it runs "

@@ -27,7 +27,7 @@ from rope_ext_hf.eval.spans.perplexity_runs import Result, difference
 from rope_ext_hf.files.whole import disk_errors, json_text, with_tilde, write_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.options.questions import forward
+from rope_ext_hf.options.arguments import with_fields_of
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
@@ -44,8 +44,8 @@ from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.serving.model_card import CARD_COLUMNS, made_from, write_card
 from rope_ext_hf.tools.training.callback import RopeCallback
 from rope_ext_hf.tools.training.finetune_report import FinetuneReport
+from rope_ext_hf.tools.training.finetuning_options import Finetuning
 from rope_ext_hf.tools.training.guarded_training import Rows, train
-from rope_ext_hf.tools.training.questions import Finetuning
 from rope_ext_hf.tools.training.run_folder import open_run, save_model
 from rope_ext_hf.tools.training.texts import split_texts
 
@@ -59,16 +59,16 @@ after its training.
 """
 
 
-def _settings(question: Finetuning) -> dict[str, Any]:
+def _settings(options: Finetuning) -> dict[str, Any]:
     """Return the settings that must be equal when an interrupted fine-tuning is continued.
 
     They are JSON values, except for texts that were given as objects and not by their names.
     """
-    (method,) = question.method
-    settings = question.arguments | {
-        "data": corpus_name(question.data),
-        "eval_data": corpus_name(question.eval_data),
-        "factor": question.factor[0] if question.factor else None,
+    (method,) = options.method
+    settings = options.arguments | {
+        "data": corpus_name(options.data),
+        "eval_data": corpus_name(options.eval_data),
+        "factor": options.factor[0] if options.factor else None,
         "method": method if isinstance(method, str) else method.to_dict(),
     }
     settings["params"] = settings.pop("parameters")
@@ -76,13 +76,13 @@ def _settings(question: Finetuning) -> dict[str, Any]:
     return settings
 
 
-def _load(question: Finetuning) -> Any:
+def _load(options: Finetuning) -> Any:
     """Load the unpatched model with its weights."""
     gc.collect()  # an earlier model and its Trainer refer to each other, and keep their memory until then
-    return load_model(question.model, dtype=question.dtype, device=question.device, **question.source)
+    return load_model(options.model, dtype=options.dtype, device=options.device, **options.source)
 
 
-@forward(Finetuning)
+@with_fields_of(Finetuning)
 def finetune(
     model: str | Path,
     out: str | Path,
@@ -110,40 +110,40 @@ def finetune(
         FileError: the folder holds a run with other settings, or one whose model, tokenizer or text has changed since.
         ImportError: PEFT is not installed, which adapters need.
     """
-    question_fields, method_parameters = Finetuning.apart(fields)
-    question = Finetuning(model=str(model), parameters=method_parameters, **question_fields)
-    check_packages(question)
+    question_fields, method_parameters = Finetuning.split_kwargs(fields)
+    options = Finetuning(model=str(model), parameters=method_parameters, **question_fields)
+    check_packages(options)
     out = Path(out)
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     with exclusive(out):
-        return _finetune(question, out, report or (lambda line: None), progress)
+        return _finetune(options, out, report or (lambda line: None), progress)
 
 
-def check_packages(question: Finetuning) -> None:
+def check_packages(options: Finetuning) -> None:
     """Raise ImportError if a package that the training needs is not installed."""
-    if not question.train_all and find_spec("peft") is None:
+    if not options.train_all and find_spec("peft") is None:
         raise ImportError(f"adapters need PEFT: {install_command('train')}; or train all weights (train_all)")
-    if question.report_to not in ("none", *get_available_reporting_integrations()):
-        raise ImportError(f"report_to={question.report_to!r} needs its package: pip install {question.report_to}")
+    if options.report_to not in ("none", *get_available_reporting_integrations()):
+        raise ImportError(f"report_to={options.report_to!r} needs its package: pip install {options.report_to}")
 
 
 def _finetune(
-    question: Finetuning, out: Path, say: Callable[[str], None], progress: Progress | bool | None
+    options: Finetuning, out: Path, say: Callable[[str], None], progress: Progress | bool | None
 ) -> FinetuneReport:
-    material = training_material(question)
-    base = _load(question)
+    material = training_material(options)
+    base = _load(options)
     inputs = digest_inputs(base, material.tokenizer, material.training, material.held_out)
-    check_inputs(question.command, inputs)
-    open_run(out, _settings(question), inputs)
-    origin, file = made_from(question.model, **question.source), run_file(question, question.model, out=out)
-    file.with_inputs(question.command, inputs).write(out)
-    run = _FinetuningRun(question, material, out, say, progress, file)
+    check_inputs(options.command, inputs)
+    open_run(out, _settings(options), inputs)
+    origin, file = made_from(options.model, **options.source), run_file(options, options.model, out=out)
+    file.with_inputs(options.command, inputs).write(out)
+    run = _FinetuningRun(options, material, out, say, progress, file)
     run.measure("unpatched", base)
-    run.measure("patched", patch(base, **question.arguments_of_patch))
+    run.measure("patched", patch(base, **options.arguments_of_patch))
     del base  # its memory is needed for the next model
     run.train_patched()
-    if question.control:
+    if options.control:
         run.train_control()
     report = run.report()
     with as_wide_as(CARD_COLUMNS):
@@ -178,25 +178,25 @@ class TrainingMaterial:
         return [length for length in _doubling(self.short, self.long) if length <= longest]
 
 
-def training_material(question: Finetuning) -> TrainingMaterial:
+def training_material(options: Finetuning) -> TrainingMaterial:
     """Read and check everything that a fine-tuning needs besides weights.
 
     Raises:
         MethodError: the model is an adapter or a GGUF file, or the method states no length to extend to.
         CorpusError: the text to train on is shorter than one row, or no document to measure is as long.
     """
-    if is_gguf(question.model):
+    if is_gguf(options.model):
         raise MethodError(
-            f"{question.model!r} is a GGUF file, whose weights cannot be trained. {way_out(Path(question.model))}"
+            f"{options.model!r} is a GGUF file, whose weights cannot be trained. {way_out(Path(options.model))}"
         )
-    if is_adapter(question.model, revision=question.revision):
-        raise MethodError(f"{question.model!r} is an adapter; merge it into its model first, and train that")
-    described = describe(patch(load_empty(question.model, **question.source), **question.arguments_of_patch))
+    if is_adapter(options.model, revision=options.revision):
+        raise MethodError(f"{options.model!r} is an adapter; merge it into its model first, and train that")
+    described = describe(patch(load_empty(options.model, **options.source), **options.arguments_of_patch))
     short, long = described.context_length, described.extended_length
     if long is None or long <= short:
         raise MethodError(f"{described.method} states no length to train at; give factor or target_length")
-    tokenizer = load_tokenizer(question.model, **question.source)
-    training, held_out = split_texts(question, tokenizer)
+    tokenizer = load_tokenizer(options.model, **options.source)
+    training, held_out = split_texts(options, tokenizer)
     tokens = sum(len(document.ids) for document in training)
     if tokens < long:
         raise CorpusError(
@@ -204,7 +204,7 @@ def training_material(question: Finetuning) -> TrainingMaterial:
         )
     longest = max((len(document.ids) for document in held_out), default=0)
     if longest < long:
-        source = "a tenth of --data that is held out" if question.eval_data is None else "--eval-data"
+        source = "a tenth of --data that is held out" if options.eval_data is None else "--eval-data"
         raise CorpusError(
             f"the text to measure ({source}) has no document of {long:,} tokens, the extended length; the longest has "
             f"{longest:,}. Give longer documents with --eval-data"
@@ -216,7 +216,7 @@ def training_material(question: Finetuning) -> TrainingMaterial:
 class _FinetuningRun:
     """A fine-tuning that is carried out in its folder, step by step."""
 
-    question: Finetuning
+    options: Finetuning
     material: TrainingMaterial
     folder: Path
     say: Callable[[str], None]
@@ -234,8 +234,8 @@ class _FinetuningRun:
             UnsupportedModelError: a loss is not a number.
         """
         self.say(f"measuring: {name}")
-        question, material = self.question, self.material
-        options: dict[str, Any] = {
+        options, material = self.options, self.material
+        shared: dict[str, Any] = {
             "tokenizer": material.tokenizer,
             "out": self.folder / "measured",
             "file": self.file,
@@ -246,14 +246,14 @@ class _FinetuningRun:
             material.held_out,
             lengths=material.lengths,
             targets=material.short // 2,
-            max_spans=question.max_spans,
-            data=corpus_name(question.data if question.eval_data is None else question.eval_data),
-            **options,
+            max_spans=options.max_spans,
+            data=corpus_name(options.data if options.eval_data is None else options.eval_data),
+            **shared,
         )
         self._check_losses(name, results)
         self.measured[name], self.runs[name] = results, [results.run]
-        if question.retrieval is not None and name not in ("unpatched", "control"):
-            cells = passkey(model, lengths=[material.long], task=question.retrieval, trials=RETRIEVAL_TRIALS, **options)
+        if options.retrieval is not None and name not in ("unpatched", "control"):
+            cells = passkey(model, lengths=[material.long], task=options.retrieval, trials=RETRIEVAL_TRIALS, **shared)
             self.runs[name].append(cells.run)
             exact = ([float(score.exact) for score in cell.scores] for cell in cells)
             self.answered[name] = [fmean(depths) for depths in zip(*exact, strict=True)]
@@ -266,13 +266,13 @@ class _FinetuningRun:
         elif bool(losses.isnan().any()):
             raise UnsupportedModelError(
                 f"the training diverged: the loss of the model {name!r} is not a number, and no model is written; give "
-                f"another folder and a lower learning rate than {self.question.learning_rate:g} (--learning-rate)"
+                f"another folder and a lower learning rate than {self.options.learning_rate:g} (--learning-rate)"
             )
 
     def train_patched(self) -> None:
         """Train the patched model on long rows, measure it, and save it."""
-        model = patch(_load(self.question), **self.question.arguments_of_patch)
-        model = self._train("trained", model, self.material.long, self.question.batch)
+        model = patch(_load(self.options), **self.options.arguments_of_patch)
+        model = self._train("trained", model, self.material.long, self.options.batch)
         self.measure("trained", model)
         save_model(model, self.material.tokenizer, self.folder / "model")
 
@@ -282,21 +282,19 @@ class _FinetuningRun:
         It is measured without the patch and with it.
         """
         rows_per_long_row = round(self.material.long / self.material.short)
-        model = self._train(
-            "control", _load(self.question), self.material.short, self.question.batch * rows_per_long_row
-        )
+        model = self._train("control", _load(self.options), self.material.short, self.options.batch * rows_per_long_row)
         self.measure("control", model)
-        self.measure("control, patched", patch(model, **self.question.arguments_of_patch))
+        self.measure("control, patched", patch(model, **self.options.arguments_of_patch))
 
     def _train(self, name: str, model: Any, length: int, batch: int) -> Any:
         """Train a model on rows of `length` tokens, and return it with its adapters merged into the weights."""
-        question, material = self.question, self.material
-        torch.manual_seed(question.seed)
-        learner = model if question.train_all else with_adapters(model, question.rank)
+        options, material = self.options, self.material
+        torch.manual_seed(options.seed)
+        learner = model if options.train_all else with_adapters(model, options.rank)
         learner.train()
         self.say(f"training: {name}")
         checks = None
-        if question.report_to != "none":
+        if options.report_to != "none":
             checks = RopeCallback(
                 data=material.held_out,
                 lengths=sorted({material.short, length}),
@@ -310,12 +308,12 @@ class _FinetuningRun:
             material.short,
             prefix=prefix_tokens(material.tokenizer, None),
             end=material.tokenizer.eos_token_id,
-            seed=question.seed,
+            seed=options.seed,
         )
         self.trained[name] = train(
-            question,
+            options,
             learner,
-            _load(question).requires_grad_(False) if question.guard else None,
+            _load(options).requires_grad_(False) if options.guard else None,
             rows,
             self.folder / f"checkpoints of {name}",
             batch=batch,
@@ -323,7 +321,7 @@ class _FinetuningRun:
             report=lambda step, loss, left: self.say(f"step {step}, loss {loss:.4f}, about {duration(left)} more"),
             say=self.say,
         )
-        return learner if question.train_all else learner.merge_and_unload()
+        return learner if options.train_all else learner.merge_and_unload()
 
     def report(self) -> FinetuneReport:
         """Return the report of all measurements."""
@@ -336,7 +334,7 @@ class _FinetuningRun:
                 gains[name] = {str(result.length): difference(other, result) for other, result in pairs}
         answered = {name: self.answered[name] for name in order if name in self.answered}
         return FinetuneReport(
-            settings=_settings(self.question),
+            settings=_settings(self.options),
             context_length=self.material.short,
             target_length=self.material.long,
             losses={name: {str(result.length): result.loss for result in self.measured[name]} for name in order},

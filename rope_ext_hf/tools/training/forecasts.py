@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
+from rope_ext_hf.eval.measurement_options import MeasurementOptions, Passkey, Perplexity
 from rope_ext_hf.hub import find_device, load_empty, loaded_dtype
 from rope_ext_hf.reading.cost.forecast import Forecast
 from rope_ext_hf.reading.cost.memory import MemoryEstimate, widest_activation
@@ -20,7 +20,7 @@ from rope_ext_hf.tools.training.finetuning import (
     training_material,
     with_adapters,
 )
-from rope_ext_hf.tools.training.questions import Finetuning
+from rope_ext_hf.tools.training.finetuning_options import Finetuning
 
 
 class _Work(NamedTuple):
@@ -33,35 +33,35 @@ class _Work(NamedTuple):
         return _Work(self.tokens + other.tokens, self.seconds + other.seconds)
 
 
-def forecast(question: Finetuning, out: Path) -> Forecast:
+def forecast(options: Finetuning, out: Path) -> Forecast:
     """Estimate the time, memory and disk space of a fine-tuning that writes to the folder `out`.
 
     The errors that the run would raise before it trains are raised here.
     """
-    check_packages(question)
-    material = training_material(question)
-    model = load_empty(question.model, **question.source)
-    apply_choice(question, model)
+    check_packages(options)
+    material = training_material(options)
+    model = load_empty(options.model, **options.source)
+    apply_choice(options, model)
     short, long = material.short, material.long
     lengths = material.lengths
-    models = 5 if question.control else 3
-    rows, trainings = question.batch * question.accumulate, 2 if question.control else 1
-    device, dtype = find_device(question.device), loaded_dtype(model, question.dtype)
+    models = 5 if options.control else 3
+    rows, trainings = options.batch * options.accumulate, 2 if options.control else 1
+    device, dtype = find_device(options.device), loaded_dtype(model, options.dtype)
     speed = measure_speed(model, device, dtype)
-    measuring = _measuring_work(question, material, model, models, speed)
-    if question.steps:
-        training_seconds = _step_seconds(question, model, short, long, speed) * question.steps
-        duration = f"{question.steps} steps"
+    measuring = _measuring_work(options, material, model, models, speed)
+    if options.steps:
+        training_seconds = _step_seconds(options, model, short, long, speed) * options.steps
+        duration = f"{options.steps} steps"
     else:
-        training_seconds = 60 * (question.minutes or 0.0)
-        duration = f"{question.minutes or 0:g} minutes"
+        training_seconds = 60 * (options.minutes or 0.0)
+        duration = f"{options.minutes or 0:g} minutes"
 
     weights, width = model.num_parameters(), dtype.itemsize  # counted before adapters are put into the model
-    learner = model if question.train_all else with_adapters(model, question.rank)
+    learner = model if options.train_all else with_adapters(model, options.rank)
     learned = learner.num_parameters(only_trainable=True)
-    memory = _memory(question, model.config, weights, learned, width, long)
-    trained_parts = "all weights" if question.train_all else f"adapters of rank {question.rank}, norms and embeddings"
-    control = ", and a control" if question.control else ""
+    memory = _memory(options, model.config, weights, learned, width, long)
+    trained_parts = "all weights" if options.train_all else f"adapters of rank {options.rank}, norms and embeddings"
+    control = ", and a control" if options.control else ""
     at = ", ".join(f"{length:,}" for length in lengths)
     return Forecast(
         does=(
@@ -69,7 +69,7 @@ def forecast(question: Finetuning, out: Path) -> Forecast:
             f"train {trained_parts} for {duration}, {rows} rows of {long:,} tokens a step{control}",
             f"write {out / 'model'}",
         ),
-        tokens=measuring.tokens + trainings * rows * long * (question.steps or 0),
+        tokens=measuring.tokens + trainings * rows * long * (options.steps or 0),
         seconds=trainings * training_seconds + measuring.seconds,
         device=device,
         memory=memory,
@@ -87,58 +87,58 @@ def _meaning(lengths: list[int], long: int) -> str:
 
 
 def _measuring_work(
-    question: Finetuning, material: TrainingMaterial, model: PreTrainedModel, models: int, speed: ReadingSpeed
+    options: Finetuning, material: TrainingMaterial, model: PreTrainedModel, models: int, speed: ReadingSpeed
 ) -> _Work:
     """Return the work of measuring `models` models; on the patched ones among them, retrieval is measured, too."""
     perplexity = Perplexity(
         lengths=material.lengths,
         targets=material.short // 2,
-        max_spans=question.max_spans,
+        max_spans=options.max_spans,
         data=material.held_out,
     )
     work = _work_of(model, perplexity, material.tokenizer, models, speed)
-    if question.retrieval is None:
+    if options.retrieval is None:
         return work
-    retrieval = Passkey(lengths=[material.long], task=question.retrieval, trials=RETRIEVAL_TRIALS)
-    return work.plus(_work_of(model, retrieval, material.tokenizer, 3 if question.control else 2, speed))
+    retrieval = Passkey(lengths=[material.long], task=options.retrieval, trials=RETRIEVAL_TRIALS)
+    return work.plus(_work_of(model, retrieval, material.tokenizer, 3 if options.control else 2, speed))
 
 
 def _work_of(
-    model: PreTrainedModel, question: LengthsQuestion, tokenizer: Any, models: int, speed: ReadingSpeed
+    model: PreTrainedModel, options: MeasurementOptions, tokenizer: Any, models: int, speed: ReadingSpeed
 ) -> _Work:
-    """Return the work of one measurement, described by `question`, on `models` models."""
-    measurement = question.plan(model, tokenizer=tokenizer).measurement
+    """Return the work of one measurement, described by `options`, on `models` models."""
+    measurement = options.plan(model, tokenizer=tokenizer).measurement
     passes = measurement.passes
     answers = measurement.short_passes * len(passes)
     return _Work(models * sum(passes), models * speed.seconds(model, passes, measurement.scored, answers))
 
 
-def _step_seconds(question: Finetuning, model: PreTrainedModel, short: int, long: int, speed: ReadingSpeed) -> float:
+def _step_seconds(options: Finetuning, model: PreTrainedModel, short: int, long: int, speed: ReadingSpeed) -> float:
     """Return the seconds of a training step; a backward pass counts as two forward passes."""
-    rows, short_rows = question.batch * question.accumulate, long // short
+    rows, short_rows = options.batch * options.accumulate, long // short
     seconds = 3 * speed.seconds(model, [long] * rows, rows * long)
-    if question.guard:  # short rows are read by the teacher, too, which has no backward pass
+    if options.guard:  # short rows are read by the teacher, too, which has no backward pass
         seconds += 4 * speed.seconds(model, [short] * short_rows * rows, rows * short_rows * short)
     return seconds
 
 
 def _memory(
-    question: Finetuning, model_config: Any, weights: int, learned: int, width: int, long: int
+    options: Finetuning, model_config: Any, weights: int, learned: int, width: int, long: int
 ) -> MemoryEstimate:
     """Return the memory in bytes that a training needs.
 
     Args:
-        question: the settings of the training.
+        options: the settings of the training.
         model_config: the config of the model.
         weights: the number of parameters of the model.
         learned: the number of parameters that are trained.
         width: the number of bytes per parameter.
         long: the number of tokens in a long row.
     """
-    models = 2 if question.guard else 1  # the teacher is in memory, too
-    adapters = 0 if question.train_all else learned
+    models = 2 if options.guard else 1  # the teacher is in memory, too
+    adapters = 0 if options.train_all else learned
     config: Any = model_config.get_text_config()
-    tokens = question.batch * long
+    tokens = options.batch * long
     activations = config.num_hidden_layers * (4 * widest_activation(config) + 8 * config.hidden_size)
     return MemoryEstimate(
         weights=(weights * models + adapters) * width,

@@ -25,7 +25,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState
 
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.tools.training.callback import RopeCallback
-from rope_ext_hf.tools.training.questions import Finetuning
+from rope_ext_hf.tools.training.finetuning_options import Finetuning
 from rope_ext_hf.tools.training.run_folder import read_checked, saving, write_checked
 
 _CLOCK = "clock.json"
@@ -240,7 +240,7 @@ def find_checkpoint(folder: Path, say: Callable[[str], object]) -> tuple[Path, f
 
 
 def train(
-    question: Finetuning,
+    options: Finetuning,
     model: Any,
     teacher: nn.Module | None,
     rows: Rows,
@@ -255,7 +255,7 @@ def train(
     """Train a model, patched or not, in place, from its newest undamaged checkpoint on.
 
     Args:
-        question: the settings of the training.
+        options: the settings of the training.
         model: the model to train.
         teacher: the unpatched model, whose predictions on short rows are kept; None: they are not.
         rows: the windows to train on.
@@ -269,23 +269,23 @@ def train(
     Returns:
         The steps, the seconds, and the losses every ten steps.
     """
-    budget = Budget(question.minutes, question.steps)
+    budget = Budget(options.minutes, options.steps)
     last, seconds = find_checkpoint(folder, say) or (None, 0.0)
     clock = Clock(budget, seconds, report)
     clock.steps = int(last.name.partition("-")[2]) if last else 0
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=question.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(learned, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)
     arguments = TrainingArguments(
         str(folder),
         max_steps=budget.steps or _ENDLESS,
         per_device_train_batch_size=batch,
-        gradient_accumulation_steps=question.accumulate,
+        gradient_accumulation_steps=options.accumulate,
         max_grad_norm=1.0,
         save_steps=save_every,
         save_total_limit=2,
         logging_steps=10,
-        report_to=question.report_to,
+        report_to=options.report_to,
         run_name=f"{folder.resolve().parent.name}, {folder.name}",
         disable_tqdm=True,
         remove_unused_columns=False,
@@ -300,7 +300,7 @@ def train(
         optimizers=(optimizer, schedule),
         callbacks=[checks, clock],
         teacher=None if teacher is None else teacher.to(arguments.device),
-        guard=question.guard,
+        guard=options.guard,
         first=max(1, len(rows.prefix)),
     )
     checks.trainer = trainer

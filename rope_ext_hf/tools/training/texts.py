@@ -10,22 +10,22 @@ from transformers import PreTrainedTokenizerBase
 from rope_ext_hf.reading.spans import tokenize, warn_of_unknown
 from rope_ext_hf.reading.text.documents import LateEnds, Tokens
 from rope_ext_hf.reading.text.load import load
-from rope_ext_hf.tools.training.questions import Finetuning
+from rope_ext_hf.tools.training.finetuning_options import Finetuning
 
 _HELD_OUT = 10  # one document, or one token, in this many is measured instead of trained on
 
 
-def split_texts(question: Finetuning, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Tokens], list[Tokens]]:
+def split_texts(options: Finetuning, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Tokens], list[Tokens]]:
     """Return the texts to train on, and the texts to measure.
 
     With `eval_data`, all of `data` is trained on; without it a part is held out, see `split`.
     """
-    documents = tokenize(load(question.data), tokenizer)
+    documents = tokenize(load(options.data), tokenizer)
     warn_of_unknown(documents, tokenizer)
     training, held_out = split(documents, _HELD_OUT)
-    if question.eval_data is None:
+    if options.eval_data is None:
         return training, held_out
-    measured = tokenize(load(question.eval_data), tokenizer)
+    measured = tokenize(load(options.eval_data), tokenizer)
     warn_of_unknown(measured, tokenizer)
     return training + held_out, measured
 

@@ -19,7 +19,7 @@ from rope_ext_hf.checkpoints.rows.row_layouts import ProbedLayouts, RotaryTensor
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.models.families import families, family
 from rope_ext_hf.models.model_classes import empty_model
-from rope_ext_hf.patches.geometry import checkpoint_geometry
+from rope_ext_hf.patches.base_rope import checkpoint_geometry
 from rope_ext_hf.patches.rows.row_gradients import Recording
 from rope_ext_hf.patches.rows.row_probe import probe_rows, run_pairing
 from tests.support.checkpoint_folders import OTHER

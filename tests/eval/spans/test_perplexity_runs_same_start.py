@@ -13,7 +13,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import measure, perplexity
-from rope_ext_hf.eval.questions import Perplexity
+from rope_ext_hf.eval.measurement_options import Perplexity
 from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
 from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns
 from rope_ext_hf.methods.base import RopeMethod, Rotary

@@ -148,3 +148,18 @@ def test_keys_are_rotated_again_by_what_is_shown(method: str) -> None:
     angle = 30 * torch.cat([rotary.inv_freq, rotary.inv_freq])
     turned = torch.cat([-keys[..., 8:], keys[..., :8]], -1)
     assert torch.allclose(keys * angle.cos() + turned * angle.sin(), moved, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "shown"),
+    [
+        ("yarn", {"factor": 4}, "yarn, factor=4"),
+        ("yarn", {"factor": 4, "beta_fast": 16}, "yarn, beta_fast=16, factor=4"),
+        ("dynamic-ntk", {}, "dynamic-ntk"),
+    ],
+)
+def test_a_printed_model_names_its_patch(method: str, arguments: dict[str, Any], shown: str) -> None:
+    model = build("llama")
+    before = str(model)
+    assert f"(rotary_emb): PatchedRotaryEmbedding({shown})\n" in str(rope.patch(model, method, **arguments))
+    assert str(rope.unpatch(model)) == before

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.eval.questions import Passkey
+from rope_ext_hf.eval.measurement_options import Passkey
 from rope_ext_hf.eval.spans.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.static import NTK, Linear, Yarn
-from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.reading.spans import prepare
 from rope_ext_hf.reading.text.documents import Document, Tokens
 from rope_ext_hf.runs import runner
@@ -44,7 +44,7 @@ def documents(count: int = 2) -> list[Tokens]:
 
 def key_as_it_is(model: Any) -> str:
     """The key under which `perplexity` and `passkey` measure a model, its patch left aside: a record says which."""
-    specs = present_specs(model)
+    specs = active_patches(model)
     methods = [specs[-1].method if specs else None]
     return json.dumps(model_key(model, methods, find_basis(model, methods, "own", None), "own"), sort_keys=True)
 
@@ -106,7 +106,7 @@ def test_a_patch_on_another_basis_is_not_taken_for_the_present_one(tmp_path: Pat
     text = PerplexityMeasurement(prepare(build("llama"), documents(), lengths=[64, 128], bos=False))
     method = rope.patched(build("llama"), "dynamic-ntk", factor=2.0)
     with method as patched:
-        dynamic = present_specs(patched)[-1].method
+        dynamic = active_patches(patched)[-1].method
     model = rope.patch(build("llama"), dynamic, context_length=32)
     plan = RunPlan(text, "d", methods=(dynamic,))
     as_it_is = carry_out(model, plan, out=tmp_path)

@@ -13,8 +13,8 @@ from rope_ext_hf.errors import FileError
 from rope_ext_hf.eval import Perplexity, perplexity
 from rope_ext_hf.hub import load_model
 from rope_ext_hf.methods.static import Yarn
+from rope_ext_hf.options.arguments import Options
 from rope_ext_hf.options.method_choice import MethodChoice
-from rope_ext_hf.options.questions import Question
 from rope_ext_hf.runs.folder.run_file import RUN_FILE, read_run_files, run_file
 from tests.support.texts import ONE_MODULE
 
@@ -100,10 +100,10 @@ def test_a_file_of_the_first_format_is_read() -> None:
 
 
 def test_every_kind_of_run_names_its_command() -> None:
-    def below(kind: type[Question]) -> set[type[Question]]:
+    def below(kind: type[Options]) -> set[type[Options]]:
         return {each for one in kind.__subclasses__() for each in ({one} | below(one))}
 
-    own = [each for each in below(Question) if "command" in vars(each)]
+    own = [each for each in below(Options) if "command" in vars(each)]
     # a Divergence has the command of Perplexity, which with --against compares distributions
     names = [each.command for each in own if getattr(each, "kind", "") != "divergence"]
     assert len(names) == len(set(names))

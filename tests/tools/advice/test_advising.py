@@ -19,7 +19,7 @@ from rope_ext_hf.tools.advice import advise
 from rope_ext_hf.tools.advice.extending import plan_extension
 from rope_ext_hf.tools.engines.base import find_engine, list_engines
 from rope_ext_hf.tools.serving.auditing import audit
-from rope_ext_hf.tools.serving.questions import Extending, GPUServer
+from rope_ext_hf.tools.serving.serving_options import Extending, GPUServer
 from tests.support.commands import run, run_json
 from tests.support.models import build
 from tests.tools.support.serving_models import PUBLISHED

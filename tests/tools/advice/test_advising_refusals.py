@@ -10,7 +10,7 @@ from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.patches.patching import patch, unpatch
-from rope_ext_hf.patches.stand_in import stand_in
+from rope_ext_hf.patches.small_replica import small_replica
 from rope_ext_hf.tools.advice.advising import advise
 from rope_ext_hf.tools.advice.guidance import guidance_of
 from tests.support.every_model import tiny
@@ -54,7 +54,7 @@ def test_a_stand_in_is_small_and_of_the_class_of_its_config(model_type: str) -> 
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip("this transformers has no such family")
     config = transformers.CONFIG_MAPPING[model_type]().get_text_config()
-    model = stand_in(config.to_json_string(use_diff=False))
+    model = small_replica(config.to_json_string(use_diff=False))
     if model is None:
         assert model_type == "qwen4_exp"  # whose published sizes are in no default
         return

@@ -21,7 +21,7 @@ from rope_ext_hf.reference import path
 from rope_ext_hf.runs.conclusions.statistics import Estimate, estimate
 from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.tools.advice.extending import Comparison, ExtensionVerdict, LengthVerdict, plan_extension
-from rope_ext_hf.tools.serving.questions import Extending
+from rope_ext_hf.tools.serving.serving_options import Extending
 from tests.support.models import build
 from tests.support.wrapped_text import unwrapped
 from tests.tools.support.serving_models import FOLDER

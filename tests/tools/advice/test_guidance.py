@@ -274,7 +274,7 @@ def test_what_a_generated_token_takes_follows_from_the_kind_of_method() -> None:
         if known is None:
             continue
         method = resolve_method(name, ROTARY, factor=4) if name.startswith("dynamic") else None
-        if issubclass(cls, RemappingMethod) and bound(name).by_length:
+        if issubclass(cls, RemappingMethod) and bound(name).depends_on_total_length:
             expected = TURNED_WHEN_READ
         elif method is not None:
             expected = ROTATED_AGAIN if method.length_dependent else NOTHING

@@ -26,7 +26,7 @@ from rope_ext_hf.eval import (
     perplexity,
     read_run,
 )
-from rope_ext_hf.eval.questions import PplOptions
+from rope_ext_hf.eval.measurement_options import PplOptions
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.reading.through import chunk_check

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import rope_ext_hf as rope
-from tests.patches.slots.test_angle_tables import build
+from tests.patches.slots.test_roformer import build
 from tests.support.models import TRAINED
 
 

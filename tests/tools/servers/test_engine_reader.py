@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from typer.testing import CliRunner
 
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.eval.questions import Perplexity
+from rope_ext_hf.eval.measurement_options import Perplexity
 from rope_ext_hf.hub import load_model
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reference import path as reference_folder

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rope_ext_hf as rope
-from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.base_rope import patch_geometry
 from rope_ext_hf.tools.serving.class_rotary import ClassRotary
 from tests.support.models import build
 

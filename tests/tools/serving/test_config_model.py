@@ -7,7 +7,7 @@ import torch
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.tools.serving.config_model import ConfigModel
 from tests.support.every_model import tiny
 from tests.support.models import build
@@ -19,7 +19,7 @@ def test_the_planned_patch_is_the_one_that_patch_applies() -> None:
     spec = planned.patch_spec("yarn", factor=4)
     config = planned.patched_config(spec).to_dict()
     rope.patch(model, "yarn", factor=4)
-    assert [spec] == list(present_specs(model))
+    assert [spec] == list(active_patches(model))
     assert config["rope_parameters"] == model.config.to_dict()["rope_parameters"]
     assert config["max_position_embeddings"] == 4 * planned.described.context_length
 

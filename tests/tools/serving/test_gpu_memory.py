@@ -20,7 +20,7 @@ from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.advice import advise
 from rope_ext_hf.tools.advice.extending import plan_extension
 from rope_ext_hf.tools.serving.gpu_memory import gpu_memory, weight_bytes
-from rope_ext_hf.tools.serving.questions import Extending
+from rope_ext_hf.tools.serving.serving_options import Extending
 from tests.support.wrapped_text import unwrapped
 
 K = 1024

@@ -27,7 +27,7 @@ from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.workers import Workers
 from rope_ext_hf.tools.suites import base, tasks
 from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, count_tokens, suite
-from rope_ext_hf.tools.suites.questions import Tasks
+from rope_ext_hf.tools.suites.suite_options import Tasks
 from tests.support.forks import kill_when, run_command
 from tests.support.models import build
 

@@ -37,8 +37,8 @@ from rope_ext_hf.tools.serving.model_card import CARD_COLUMNS
 from rope_ext_hf.tools.training import finetune
 from rope_ext_hf.tools.training.finetune_report import FinetuneReport
 from rope_ext_hf.tools.training.finetuning import TrainingMaterial, _FinetuningRun
+from rope_ext_hf.tools.training.finetuning_options import Finetuning
 from rope_ext_hf.tools.training.guarded_training import Rows
-from rope_ext_hf.tools.training.questions import Finetuning
 from rope_ext_hf.tools.training.run_folder import read_checked, write_checked
 from tests.cli.test_app import run
 from tests.support.byte_tokenizers import SPECIAL, VOCABULARY, byte_tokenizer

@@ -13,8 +13,8 @@ from transformers import TrainerState, TrainingArguments
 import rope_ext_hf as rope
 from rope_ext_hf.reading.spans import prefix_tokens, tokenize
 from rope_ext_hf.reading.text.documents import Document
+from rope_ext_hf.tools.training.finetuning_options import Finetuning
 from rope_ext_hf.tools.training.guarded_training import Budget, Clock, Rows, find_checkpoint, train
-from rope_ext_hf.tools.training.questions import Finetuning
 from tests.support.byte_tokenizers import SPECIAL, TEMPLATES, byte_tokenizer
 from tests.support.models import build, logits, tokens
 

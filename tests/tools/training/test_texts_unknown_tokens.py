@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rope_ext_hf.tools.training.questions import Finetuning
+from rope_ext_hf.tools.training.finetuning_options import Finetuning
 from rope_ext_hf.tools.training.texts import split_texts
 from tests.reading.text.test_unknown_tokens import DROPPED, FOREIGN, KNOWN, letters
 

@@ -6,12 +6,12 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from rope_ext_hf.bounds import parse_lengths
-from rope_ext_hf.eval.questions import LengthsQuestion, PplOptions
-from rope_ext_hf.options.questions import argument
+from rope_ext_hf.eval.measurement_options import MeasurementOptions, PplOptions
+from rope_ext_hf.options.arguments import argument
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence(LengthsQuestion):
+class Divergence(MeasurementOptions):
     """Arguments for comparing the distributions of a model with those of a run that has stored its last hidden states.
 
     The model reads the tokens of the run, so that text, protocol and targets are those of the run.

@@ -22,19 +22,19 @@ from rope_ext_hf.models.layer_types import AttentionLayers
 from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.models.small_models import small_model
 from rope_ext_hf.models.weights_at_hand import on_meta_device
-from rope_ext_hf.patches.applying import apply_plan, needs_hooks, replay, take_off
+from rope_ext_hf.patches.applying import apply_plan, needs_hooks, reapply, remove_patch
 from rope_ext_hf.patches.planning import plan_patch
-from rope_ext_hf.patches.slots.patched_slot import present_specs
+from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.patches.slots.slot_finding import rotary_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["refusal", "stand_in"]
+__all__ = ["refusal", "small_replica"]
 
 
 @lru_cache(maxsize=4)
-def stand_in(config: str) -> PreTrainedModel | None:
+def small_replica(config: str) -> PreTrainedModel | None:
     """Return a small random model for a text config, of its class and kinds of layers; None if none can be built.
 
     `config`: the config as JSON, with all its values, so that it can be the key of a cache.
@@ -55,7 +55,7 @@ def refusal(config: Any, method: str | RopeMethod, **arguments: Any) -> RopeExtE
 
 @lru_cache(maxsize=1024)
 def _refusal(config: str, method: str | RopeMethod, arguments: tuple[tuple[str, Any], ...]) -> RopeExtError | None:
-    model = stand_in(config)
+    model = small_replica(config)
     return None if model is None else _refused(model, lambda: apply_plan(plan_patch(model, method, **dict(arguments))))
 
 
@@ -68,21 +68,21 @@ def check_without_weights(model: nn.Module) -> None:
     Raises:
         MethodError, UnsupportedModelError: as `patch` would, if the model had its weights.
     """
-    specs = present_specs(model)
+    specs = active_patches(model)
     if not (specs and needs_hooks(specs[-1]) and on_meta_device(model)):
         return
     config = rotary_modules(model)[0].config
-    small = stand_in(config.to_json_string(use_diff=False))
+    small = small_replica(config.to_json_string(use_diff=False))
     if small is None:
         return
     types = AttentionLayers(config).types  # the small model has fewer layers, of every type
     small_specs = tuple([replace(spec, layers=_by_type(spec.layers, types)) for spec in specs])
-    refused = _refused(small, lambda: replay(small, small_specs))
+    refused = _refused(small, lambda: reapply(small, small_specs))
     if refused is None:
         return
     # Without weights the small model must take the patch, as the large one did; else it is its size that does not fit.
     empty = empty_model(small.config)
-    if _refused(empty, lambda: replay(empty, small_specs)) is None:
+    if _refused(empty, lambda: reapply(empty, small_specs)) is None:
         raise refused
 
 
@@ -101,5 +101,5 @@ def _refused(model: PreTrainedModel, apply: Callable[[], object]) -> RopeExtErro
         except (MethodError, UnsupportedModelError) as error:
             return error
         finally:
-            take_off(model)
+            remove_patch(model)
     return None

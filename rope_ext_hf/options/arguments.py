@@ -1,10 +1,10 @@
-"""Questions: frozen dataclasses, each of which holds the arguments of one measurement or change of a model.
+"""Options: frozen dataclasses, each of which holds the arguments of one measurement or change of a model.
 
     @dataclass(frozen=True, kw_only=True)
-    class Passkey(Question):
+    class Passkey(Options):
         trials: int = argument(10, "Prompts per length and depth.", least=1, most=10_000)
 
-The fields of a question are the arguments of its function in Python, the options of its command (which
+The fields of such a class are the arguments of its function in Python, the options of its command (which
 `rope_ext_hf.cli.dataclass_options` makes) and a part of the settings of a run. Each is written once, with its help and
 its limits.
 """
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 from rope_ext_hf.bounds import as_list, range_text
 from rope_ext_hf.errors import MethodError, short
 
-__all__ = ["Question", "anything", "argument", "command_line", "forward", "several"]
+__all__ = ["Options", "anything", "argument", "command_line", "several", "with_fields_of"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,7 +32,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 @dataclass(frozen=True)
 class Argument:
-    """Help text, limits and option names for one field of a `Question`, which is one argument of a command."""
+    """Help text, limits and option names for one field of a `Options`, which is one argument of a command."""
 
     help: str  # the help of the option
     metavar: str | None = None  # the name of its value in the help
@@ -48,7 +48,7 @@ class Argument:
     instead_of: tuple[str, ...] = ()  # fields that state the same in another way: exactly one of all must be given
 
     def value(self, field: Field[Any], passed: Any) -> Any:
-        """Parse and check the value that a caller passed for a field of a question, and return it.
+        """Parse and check the value that a caller passed for a field, and return it.
 
         Raises:
             MethodError: a value of another type, or beyond the limits.
@@ -85,13 +85,13 @@ def argument(default: Any, help: str, **attributes: Any) -> Any:  # noqa: A002 -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class Options:
     """Base class for the arguments of one measurement or change of a model, or for arguments that several share.
 
     Attributes:
         PANEL: the title under which the help of a command lists the fields; None: they stand among the other options.
-        command: the command of `rope-ext` that takes these arguments; empty: the class is only a part of other
-            questions.
+        command: the command of `rope-ext` that takes these arguments; empty: the class is only a part of
+            other classes of options.
 
     Raises:
         MethodError: a field has a value of another type, or beyond its limits.
@@ -119,12 +119,12 @@ class Question:
     @classmethod
     @cache
     def described_fields(cls) -> list[tuple[Field[Any], Argument]]:
-        """Return the dataclass fields of this question, each with its `Argument` (help, limits, option names)."""
+        """Return the dataclass fields of these options, each with its `Argument` (help, limits, option names)."""
         return [(item, item.metadata["argument"]) for item in dataclasses.fields(cls)]
 
     @classmethod
-    def apart(cls, passed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Split keyword arguments into those that are fields of this question, and all others."""
+    def split_kwargs(cls, passed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Split keyword arguments into those that are fields of these options, and all others."""
         names = {item.name for item, _ in cls.described_fields()}
         fields = {name: value for name, value in passed.items() if name in names}
         return fields, {name: value for name, value in passed.items() if name not in names}
@@ -164,8 +164,8 @@ def kind_of(field: Field[Any]) -> str:
     return str(field.type).split(" | ")[0]
 
 
-def forward(question: type[Question]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that puts the fields of a question in place of `**fields` in the signature of a function.
+def with_fields_of(options: type[Options]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator that puts the fields of a class of options in place of `**fields` in a signature.
 
     `help` and editors then show the fields by name, as keyword arguments.
     """
@@ -176,7 +176,7 @@ def forward(question: type[Question]) -> Callable[[Callable[P, T]], Callable[P, 
             parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
         ]
         own = {parameter.name for parameter in parameters}
-        for item, _ in question.described_fields():
+        for item, _ in options.described_fields():
             if item.name not in own:
                 default = inspect.Parameter.empty if item.default is MISSING else item.default
                 keyword = inspect.Parameter.KEYWORD_ONLY

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext_hf.bounds import Length, parse_length, whole
+from rope_ext_hf.bounds import Length, check_int, parse_length
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -17,14 +17,14 @@ from rope_ext_hf.models.config_keys import rotated_dims, text_settings
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.family_settings import stated_rotary
 from rope_ext_hf.models.layer_types import AttentionLayers, LayerType
-from rope_ext_hf.models.patch_records import PATCH_KEY, PatchSpec, before_patches, recorded_specs
+from rope_ext_hf.models.patch_records import PATCH_KEY, Patch, before_patches, recorded_specs
 from rope_ext_hf.models.recipes import published_length
-from rope_ext_hf.options.questions import command_line
+from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.patches.rows.row_probe import pairing_of
-from rope_ext_hf.patches.slots.patched_slot import Slot, present_specs
+from rope_ext_hf.patches.slots.patched_slot import Slot, active_patches
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 
-__all__ = ["BaseRope", "base_rope_of_config", "bind_to", "rope_of_config", "rope_of_layers", "stated_length"]
+__all__ = ["BaseRope", "base_rope_of_config", "fill_parameters", "rope_of_config", "rope_of_layers", "stated_length"]
 
 _OVER = ("own", "original", "patched")
 """Values of `over`: a patch extends the model as loaded, the model without its own scaling, or the present patch."""
@@ -46,12 +46,12 @@ class BaseRope:
     rotary: Rotary
     rule: str
     config: Any
-    live: tuple[PatchSpec, ...] = ()
-    saved: tuple[PatchSpec, ...] = ()
+    live: tuple[Patch, ...] = ()
+    saved: tuple[Patch, ...] = ()
 
     def bind(self, method: RopeMethod, length: int) -> RopeMethod:
         """Return a method with every missing parameter filled in for inputs of `length` tokens, as `patch` does it."""
-        return bind_to(method, self.rotary, self.config, length)
+        return fill_parameters(method, self.rotary, self.config, length)
 
 
 def base_rope(
@@ -102,7 +102,7 @@ def base_rope_of_config(described: ConfigRope, over: str, context_length: Length
     if over == "original":
         rotary, rule = described.plain, "the original length of the config"
     if context_length is not None:
-        length = whole("context_length", parse_length(context_length))
+        length = check_int("context_length", parse_length(context_length))
         rotary, rule = _with_context_length(rotary, length), "context_length, as given"
     elif over == "own" and rotary.own is None:
         published = published_length(config, rotary.context_length)
@@ -116,7 +116,7 @@ def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length:
 
     The present patch is a live one, or the one that the config of the slots records.
     """
-    live = present_specs(model)
+    live = active_patches(model)
     saved = live or tuple(recorded_specs(slots[0].config))
     if not saved:
         raise MethodError(
@@ -127,7 +127,7 @@ def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length:
     if isinstance(top.method, RemappingMethod):
         raise MethodError(f"no method can be applied over {top.method.name}: it changes positions, not frequencies")
     if context_length is not None:
-        whole("context_length", context_length)
+        check_int("context_length", context_length)
     length = context_length or top.target_length or top.method.extended_length(top.rotary) or top.rotary.context_length
     rule = "context_length, as given" if context_length else "the extended length of the present patch"
     rotary = top.rotary.scaled(top.method, context_length=length)
@@ -205,7 +205,7 @@ def _rope_of_values(config: Any, values: dict[str, Any], layer_type: LayerType) 
     return read_rope(config, rotated_dims(values, geometry, layer_type), layer_type)
 
 
-def bind_to(method: RopeMethod, rotary: Rotary, config: Any, target_length: int | None) -> RopeMethod:
+def fill_parameters(method: RopeMethod, rotary: Rotary, config: Any, target_length: int | None) -> RopeMethod:
     """Return a method with every parameter that was not given filled in; frequency methods are already complete.
 
     Args:

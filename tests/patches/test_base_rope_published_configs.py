@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
-from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.base_rope import patch_geometry
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 
 FOLDER = Path(__file__).parents[2] / "conformance" / "configurations"

@@ -19,10 +19,10 @@ from rope_ext_hf.cli.folders import PublishOptions, write_patched
 from rope_ext_hf.cli.options import CONTINUES, DryRun, EvalOptions, Json, Model, command
 from rope_ext_hf.errors import MethodError, RopeExtError, short, size_text
 from rope_ext_hf.files.whole import json_text
+from rope_ext_hf.options.arguments import argument, command_line
 from rope_ext_hf.options.method_choice import parse_numbers
-from rope_ext_hf.options.questions import argument, command_line
 from rope_ext_hf.terminal import broken_command, wrapped
-from rope_ext_hf.tools.serving.questions import Extending
+from rope_ext_hf.tools.serving.serving_options import Extending
 
 if TYPE_CHECKING:
     from rope_ext_hf.reading.cost.forecast import Forecast
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def extend(
     model: Model,
     load: EvalOptions,
-    question: Extending,
+    options: Extending,
     publish: PublishOptions,
     purpose: str = argument(
         "serve", "With --dry-run: the purpose of the recommended method: serve, python or train.", metavar="PURPOSE"
@@ -67,17 +67,17 @@ def extend(
     publish.check()
     check_purpose(purpose)
     if dry_run:
-        _print_dry_run(model, load, question, purpose, batch or "1,8", everything, as_json)
+        _print_dry_run(model, load, options, purpose, batch or "1,8", everything, as_json)
         return
     if purpose != "serve":
         raise MethodError(
             f"extend writes folders for serving; for advice on --purpose {purpose} type: "
-            f"{dry_command(model, question.target_length, purpose)}"
+            f"{dry_command(model, options.target_length, purpose)}"
         )
     if everything or batch is not None:
         option = "--all" if everything else "--batch"
         raise MethodError(f"{option} belongs to a dry run; add --dry-run, or leave out {option}")
-    plan = plan_extension(model, question, reading=_reading(load), **load.version)
+    plan = plan_extension(model, options, reading=_reading(load), **load.version)
     exists = carries(plan, **load.version)
     out = Path(plan.out)
     verdict = None
@@ -94,7 +94,7 @@ def extend(
             runs = [prepared.measure()]
             verdict = judge(plan, runs[0])
             print_text(wrapped(str(verdict), "verdict   "))
-            if verdict.refusal and not question.anyway:
+            if verdict.refusal and not options.anyway:
                 raise MethodError(
                     f"{verdict.refusal}; nothing was written. Give --anyway to write the folder all the same"
                 )
@@ -107,11 +107,11 @@ def extend(
             if exists:  # else the card was written with the folder
                 write_card(out, runs, trust_remote_code=load.trust_remote_code)
             print_text(f"  written to        {out / CARD}")
-        file = run_file(question, model, load, out=plan.out)
+        file = run_file(options, model, load, out=plan.out)
         for run in runs:
             file = file.with_inputs(run.kind.name, inputs_of(run.settings))
         file.write(out)
-        serving = serving_config(plan.out, plan.engine, server=question)
+        serving = serving_config(plan.out, plan.engine, server=options)
         print_text(f"\n$ {plan.commands['serve-config']}\n{serving}")
     if as_json:
         result = {"plan": plan.to_dict(), "verdict": verdict and verdict.to_dict(), "serving": serving.to_dict()}
@@ -134,7 +134,7 @@ def _reading(load: EvalOptions) -> dict[str, Any]:
 
 
 def _print_dry_run(
-    model: str, load: EvalOptions, question: Extending, purpose: str, batch: str, everything: bool, as_json: bool
+    model: str, load: EvalOptions, options: Extending, purpose: str, batch: str, everything: bool, as_json: bool
 ) -> None:
     """Print the recommendation, the steps, and the time, memory and disk that they would take.
 
@@ -150,10 +150,10 @@ def _print_dry_run(
         raise MethodError(f"--batch takes whole numbers, e.g. 1,8; got {short(batch)!r}")
     advice = advise(
         model,
-        question.target_length,
-        **question.underneath,
+        options.target_length,
+        **options.base_arguments,
         batches=[int(number) for number in batches],
-        server=question.server,
+        server=options.server,
         purpose=purpose,
         **load.version,
     )
@@ -163,12 +163,12 @@ def _print_dry_run(
     if purpose == "serve" and advice.methods:
         try:
             with foreign_errors("the time and memory of the steps are not known"):
-                plan = plan_extension(model, question, advice=advice, reading=_reading(load), **load.version)
+                plan = plan_extension(model, options, advice=advice, reading=_reading(load), **load.version)
                 empty = load.empty_model(model)
                 disk = empty.num_parameters() * empty.dtype.itemsize  # the weights are copied into the folder
                 if plan.perplexity is not None:
-                    options = RunOptions(model, plan.measured, load, dry_run=True)
-                    measuring = Prepared(options, plan.perplexity, ReaderOptions()).forecast
+                    run_options = RunOptions(model, plan.measured, load, dry_run=True)
+                    measuring = Prepared(run_options, plan.perplexity, ReaderOptions()).forecast
                     if measuring is not None:
                         forecast = replace(measuring, does=(), disk=disk, folder=plan.out)
         except RopeExtError as error:

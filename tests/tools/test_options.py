@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from rope_ext_hf.options.arguments import Options
 from rope_ext_hf.options.method_choice import PatchChoice
-from rope_ext_hf.options.questions import Question
-from rope_ext_hf.tools.serving.questions import Extending
-from rope_ext_hf.tools.suites.questions import Gain, Tasks
-from rope_ext_hf.tools.training.questions import Finetuning
+from rope_ext_hf.tools.serving.serving_options import Extending
+from rope_ext_hf.tools.suites.suite_options import Gain, Tasks
+from rope_ext_hf.tools.training.finetuning_options import Finetuning
 from tests.cli.test_dataclass_options import check_help, check_printed_command
 
-QUESTIONS: list[tuple[str, Question]] = [
+QUESTIONS: list[tuple[str, Options]] = [
     ("tasks", Tasks(lengths="16k", suite="json-kv", tasks="kv", samples=4, score="rank", chat_template="never")),
     ("gain", Gain(lengths="4k,8k", distances="1k,2k", data="rows.jsonl", samples=8, haystack="books")),
     ("finetune", Finetuning(model="m", method="yarn", factor=4, data="books/*.txt", minutes=2.5, train_all=True)),
@@ -27,7 +27,7 @@ REQUIRED = {"serve-config": " --engine vllm", "finetune": " --out o"}
 
 
 @pytest.mark.parametrize(("command", "question"), QUESTIONS, ids=lambda value: getattr(type(value), "__name__", value))
-def test_a_printed_command_is_the_same_question_again(command: str, question: Question) -> None:
+def test_a_printed_command_is_the_same_question_again(command: str, question: Options) -> None:
     check_printed_command(command, question, REQUIRED.get(command, ""))
 
 

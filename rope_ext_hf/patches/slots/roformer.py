@@ -20,13 +20,13 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.families import family
 from rope_ext_hf.patches.slots.patch_state import PatchState
-from rope_ext_hf.patches.slots.patched_slot import PatchedSlot, Slot
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, Slot
 from rope_ext_hf.patches.slots.slot_finding import rotary_modules
 
 
-def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedSlot:
+def make_replacement(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedRotaryEmbedding:
     """Return the module that a patch will put in a slot, the place of a rotary module; do not change the model yet."""
-    kind = _TableSlot if slot.is_table else PatchedSlot
+    kind = _PatchedTable if slot.is_table else PatchedRotaryEmbedding
     return kind(slot, method, rotary, state)
 
 
@@ -59,7 +59,7 @@ def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> N
             )
 
 
-class _TableSlot(PatchedSlot):
+class _PatchedTable(PatchedRotaryEmbedding):
     """The module that stands in the place of a table of angles while a model is patched.
 
     A state_dict holds the table of the patched model, under the name that the model's class reads. A table in a

@@ -12,10 +12,10 @@ from rope_ext_hf.cli.console import print_result, print_text
 from rope_ext_hf.cli.folders import PublishOptions
 from rope_ext_hf.cli.options import Json, Model, SourceOptions, command
 from rope_ext_hf.files.whole import json_text
+from rope_ext_hf.options.arguments import argument
 from rope_ext_hf.options.method_choice import PatchChoice
-from rope_ext_hf.options.questions import argument
 from rope_ext_hf.tools.engines.base import list_engines
-from rope_ext_hf.tools.serving.questions import GPUServer
+from rope_ext_hf.tools.serving.serving_options import GPUServer
 
 if TYPE_CHECKING:
     from rope_ext_hf.tools.engines.serving_config import ServingConfig

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.bounds import MOST_TOKENS, parse_bytes, parse_length
-from rope_ext_hf.options.questions import Question, anything, argument
+from rope_ext_hf.options.arguments import Options, anything, argument
 from rope_ext_hf.reading.text.load import check_name
 from rope_ext_hf.tools.engines.base import find_engine, list_engines, usual_server
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPUServer(Question):
+class GPUServer(Options):
     """The GPUs of one server."""
 
     PANEL = "GPUs of the server"
@@ -84,7 +84,7 @@ class Extending(GPUServer):
         return GPUServer(gpus=self.gpus, gpu_memory=self.gpu_memory, weight_bits=self.weight_bits)
 
     @property
-    def underneath(self) -> dict[str, Any]:
+    def base_arguments(self) -> dict[str, Any]:
         """The arguments of `rope_ext_hf.patch` that say which rotary embedding of the model is extended."""
         return {"over": self.over, "context_length": self.context_length}
 

@@ -12,7 +12,7 @@ from rope_ext_hf.cli.folders import PublishOptions
 from rope_ext_hf.cli.options import CONTINUES, DryRun, Json, LoadOptions, Model, command
 from rope_ext_hf.cli.run_progress import shown_progress
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.tools.training.questions import Finetuning
+from rope_ext_hf.tools.training.finetuning_options import Finetuning
 
 _RunFolder = Annotated[
     Path, typer.Option(metavar="FOLDER", help="The folder of the run; the model is in FOLDER/model.")
@@ -22,7 +22,7 @@ _RunFolder = Annotated[
 @command("Tool box: train", interrupted=CONTINUES)
 def finetune(
     model: Model,
-    question: Finetuning,
+    options: Finetuning,
     source: LoadOptions,
     publish: PublishOptions,
     out: _RunFolder,
@@ -43,12 +43,12 @@ def finetune(
     if dry_run:
         from rope_ext_hf.tools.training.forecasts import forecast
 
-        print_result(forecast(question, out), as_json)
+        print_result(forecast(options, out), as_json)
         return
     try:
         from rope_ext_hf.tools.training.finetuning import finetune as train
 
-        arguments = question.arguments
+        arguments = options.arguments
         arguments |= arguments.pop("parameters", {})
         arguments |= {"report": lambda line: print_note("finetune", line), "progress": shown_progress()}
         report = train(out=out, **arguments)

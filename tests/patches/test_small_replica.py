@@ -12,7 +12,7 @@ from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.options.method_choice import LayerChoice
-from rope_ext_hf.patches.stand_in import refusal, stand_in
+from rope_ext_hf.patches.small_replica import refusal, small_replica
 from rope_ext_hf.runs.chosen_methods import apply_choice
 from tests.support.every_model import tiny
 
@@ -63,7 +63,7 @@ def test_a_model_without_weights_is_refused_what_it_is_refused_with_them(model_t
 def test_a_family_of_which_no_small_model_is_built_is_not_refused() -> None:
     empty = without_weights(tiny("emu3"))
     config = empty.config.get_text_config()
-    assert stand_in(config.to_json_string(use_diff=False)) is None
+    assert small_replica(config.to_json_string(use_diff=False)) is None
     apply_choice(LayerChoice(method="rerope", target_length=long(empty)), empty)
     assert rope.describe(empty).method == "rerope"
 

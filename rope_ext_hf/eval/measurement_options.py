@@ -1,9 +1,9 @@
-"""The arguments of measurements at several context lengths, as dataclasses ("questions"); `measure` takes them.
+"""The arguments of measurements at several context lengths, as dataclasses; `measure` takes them.
 
     from rope_ext_hf.eval import Passkey, measure
     run = measure(model, Passkey(lengths=["4k", "32k"], trials=20), methods=["yarn"])
 
-A question is at once the arguments in Python, the options of its command, and the part of a run's settings that is not
+They are at once the arguments in Python, the options of a command, and the part of a run's settings that is not
 the model. Nothing here imports torch, so that --help answers at once.
 """
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.options.arguments import Options, anything, argument, several
 from rope_ext_hf.options.method_choice import MethodChoice
-from rope_ext_hf.options.questions import Question, anything, argument, several
 from rope_ext_hf.plug_ins import needed_plug_in
 from rope_ext_hf.reading.protocols import protocol_help, resolve_protocol
 from rope_ext_hf.reading.text.load import check_name
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.measurement import RunPlan
     from rope_ext_hf.runs.run import Run
 
-__all__ = ["LengthsQuestion", "MeasureWith", "Passkey", "Perplexity", "PplOptions", "Sweep"]
+__all__ = ["MeasureWith", "MeasurementOptions", "Passkey", "Perplexity", "PplOptions", "Sweep"]
 
 
 class MeasureWith(Protocol):
@@ -84,7 +84,7 @@ def _some_lengths(lengths: Any) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthsQuestion(Question):
+class MeasurementOptions(Options):
     """Base class for the arguments of a measurement at several context lengths.
 
     Attributes:
@@ -121,13 +121,13 @@ class LengthsQuestion(Question):
         kind = run_kind(self.kind)
         if methods is None:
             return kind.plan(self, model, tokenizer, **settings)
-        question, resolved = kind.fit(self, model, methods)
-        settings |= {"methods": (None, *resolved), **methods.underneath}
-        return kind.plan(question, model, tokenizer, **settings)
+        options, resolved = kind.fit(self, model, methods)
+        settings |= {"methods": (None, *resolved), **methods.base_arguments}
+        return kind.plan(options, model, tokenizer, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Perplexity(LengthsQuestion):
+class Perplexity(MeasurementOptions):
     """Arguments for measuring perplexity and bits per byte by context length, on the same target tokens."""
 
     PANEL: ClassVar[str | None] = "Text"
@@ -258,7 +258,7 @@ class PplOptions(Perplexity):
                 "stored run: --against FOLDER"
             )
 
-    def chosen(self, stated: Collection[str]) -> LengthsQuestion:
+    def chosen(self, stated: Collection[str]) -> MeasurementOptions:
         """Return the arguments of the measurement that the options ask for.
 
         Args:
@@ -268,9 +268,9 @@ class PplOptions(Perplexity):
             MethodError: an option is given that the run named by `against` decides, or the tool box is not installed.
         """
         if self.against is None:
-            return Perplexity(**Perplexity.apart(self.arguments)[0])
-        divergence: type[LengthsQuestion] = needed_plug_in("evaluations", "Divergence", by="--against")
-        arguments, others = divergence.apart(self.arguments)
+            return Perplexity(**Perplexity.split_kwargs(self.arguments)[0])
+        divergence: type[MeasurementOptions] = needed_plug_in("evaluations", "Divergence", by="--against")
+        arguments, others = divergence.split_kwargs(self.arguments)
         decided = sorted(others.keys() & {*stated})
         if decided:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in decided)
@@ -293,7 +293,7 @@ class Sweep(Perplexity):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passkey(LengthsQuestion):
+class Passkey(MeasurementOptions):
     """Arguments for measuring retrieval: a question about a statement hidden in a long text, at several depths.
 
     A length is that of prompt and answer together; the haystack, the text around the statements, fills the prompt up.

@@ -9,8 +9,8 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from rope_ext_hf.errors import MethodError
+from rope_ext_hf.options.arguments import anything, argument
 from rope_ext_hf.options.method_choice import PatchChoice
-from rope_ext_hf.options.questions import anything, argument
 from rope_ext_hf.reading.text.load import check_name
 
 _LOGGERS = ("none", "tensorboard", "trackio", "wandb")

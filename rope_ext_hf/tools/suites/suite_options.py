@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_ext_hf.bounds import parse_lengths
-from rope_ext_hf.eval.questions import LengthsQuestion
-from rope_ext_hf.options.questions import anything, argument, several
+from rope_ext_hf.eval.measurement_options import MeasurementOptions
+from rope_ext_hf.options.arguments import anything, argument, several
 from rope_ext_hf.reading.text.load import check_name
 from rope_ext_hf.tools.suites.base import check_suite, suite_names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tasks(LengthsQuestion):
+class Tasks(MeasurementOptions):
     """A suite of tasks, measured by its score at each length and by the length up to which the score holds.
 
     A length is the most tokens that prompt and generation have together. A generated answer's score is the share of the
@@ -64,7 +64,7 @@ class Tasks(LengthsQuestion):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gain(LengthsQuestion):
+class Gain(MeasurementOptions):
     """The gain from evidence in the context: the amount by which it lowers the loss of an answer, in nats per token.
 
     Each prompt is read twice, with the evidence and with other text in its place. No text is generated.

@@ -12,7 +12,7 @@ from rope_ext_hf.cli.console import print_result, print_text, progress_bar
 from rope_ext_hf.cli.options import Json, LoadOptions, command
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.files.whole import json_text
-from rope_ext_hf.options.questions import argument
+from rope_ext_hf.options.arguments import argument
 
 if TYPE_CHECKING:
     from rope_ext_hf.tools.servers.baselines import BaselineReport
