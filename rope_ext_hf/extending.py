@@ -85,7 +85,7 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.runs.folder.model_digest:model_digest": "a digest of a model's weights",
     # evaluations
     "rope_ext_hf.eval.measurement_options": "base class of the options of measurements, and those of the library",
-    "rope_ext_hf.eval.measuring:results_of": "make a function such as `perplexity` for options of one's own",
+    "rope_ext_hf.eval.evaluations:results_of": "make a function such as `perplexity` for options of one's own",
     "rope_ext_hf.eval.spans.span_measurement": "measure documents in spans of each context length, to build on",
     "rope_ext_hf.eval.spans.perplexity_measurement": "the losses of documents at each context length, to build on",
     "rope_ext_hf.eval.spans.perplexity_runs": "runs that measure perplexity, to build on",

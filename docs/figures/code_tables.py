@@ -13,7 +13,7 @@ from docs.figures.registry import FIGURE, ROOT, figure, markdown_table
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.tools.advice.guidance import guidance_of
-from rope_ext_hf.tools.advice.measurements import Rise, measured_models, reach, rises_at, rises_for_short_inputs
+from rope_ext_hf.tools.advice.measured import Rise, measured_models, reach, rises_at, rises_for_short_inputs
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary

@@ -130,14 +130,14 @@ def _longest(line: Row) -> int:
 
 @figure
 def measured_models() -> str:
-    from rope_ext_hf.tools.advice.measurements import measured_models
+    from rope_ext_hf.tools.advice.measured import measured_models
 
     return "; ".join(str(model) for model in measured_models() if model.is_small)
 
 
 @figure
 def recovered() -> str:
-    from rope_ext_hf.tools.advice.measurements import RECOVERED
+    from rope_ext_hf.tools.advice.measured import RECOVERED
 
     return f"{RECOVERED:.0%}"
 
@@ -173,7 +173,7 @@ def bands() -> str:
 @figure
 def yarn_cost() -> str:
     """Return what a factor of 4 costs inputs within the context length."""
-    from rope_ext_hf.tools.advice.measurements import price
+    from rope_ext_hf.tools.advice.measured import price
 
     return f"inputs within the context length {price('yarn', 4)}"
 

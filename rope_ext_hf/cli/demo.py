@@ -44,7 +44,7 @@ def demo(
 
     Example: `rope-ext demo`
     """
-    from rope_ext_hf.eval.measuring import measure
+    from rope_ext_hf.eval.evaluations import measure
     from rope_ext_hf.files.whole import json_text
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.patches.base_rope import patch_geometry

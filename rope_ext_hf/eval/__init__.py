@@ -14,14 +14,14 @@ from rope_ext_hf.lazy import lazy_names
 from rope_ext_hf.plug_ins import needed_plug_in
 
 if TYPE_CHECKING:
+    from rope_ext_hf.eval.evaluations import measure as measure
+    from rope_ext_hf.eval.evaluations import passkey as passkey
+    from rope_ext_hf.eval.evaluations import perplexity as perplexity
+    from rope_ext_hf.eval.evaluations import sweep as sweep
     from rope_ext_hf.eval.lm_eval.lm_eval_adapter import RopeHFLM as RopeHFLM
     from rope_ext_hf.eval.measurement_options import Passkey as Passkey
     from rope_ext_hf.eval.measurement_options import Perplexity as Perplexity
     from rope_ext_hf.eval.measurement_options import Sweep as Sweep
-    from rope_ext_hf.eval.measuring import measure as measure
-    from rope_ext_hf.eval.measuring import passkey as passkey
-    from rope_ext_hf.eval.measuring import perplexity as perplexity
-    from rope_ext_hf.eval.measuring import sweep as sweep
     from rope_ext_hf.eval.retrieval.retrieval_runs import Retrieval as Retrieval
     from rope_ext_hf.eval.spans.perplexity_runs import Result as Result
     from rope_ext_hf.options.method_choice import MethodChoice as MethodChoice

@@ -40,7 +40,7 @@ from rope_ext_hf.runs.folder.folder import (
     results_from_records,
     setting_name,
 )
-from rope_ext_hf.runs.folder.identity import Basis, find_basis, model_key, provenance
+from rope_ext_hf.runs.folder.identity import BaseRotary, find_base_rotary, model_key, provenance
 from rope_ext_hf.runs.folder.report import write_files
 from rope_ext_hf.runs.folder.run_file import RunFile, check_inputs, inputs_of
 from rope_ext_hf.runs.kinds import run_kind
@@ -121,7 +121,7 @@ class _Job:
         model, plan: the model, and the plan for the measurement.
         loaded: `RopeMethod.to_dict` for the method that the model is patched with already, if the plan also measures
             the model as it is; else None.
-        basis: the state of the model that the methods are applied to.
+        base_rotary: the state of the model that the methods are applied to.
         methods: the methods by key, in the order in which they are measured. Each is a pair: the method (None: the
             model as it is), and the dict that stands for it in results.
 
@@ -137,13 +137,13 @@ class _Job:
         self.loaded: Method = None
         if present is not None and None in methods:
             self.loaded = present.to_dict()
-        self.basis = find_basis(model, methods, plan.over, plan.context_length)
+        self.base_rotary = find_base_rotary(model, methods, plan.over, plan.context_length)
         self.methods: dict[str, tuple[RopeMethod | None, Method]] = {}
         for method in methods:
             saved = self.loaded if method is None else method.to_dict()
             self.methods[method_key(saved)] = (method, saved)
         patched_in_again = self.loaded is not None and self.methods[method_key(self.loaded)][0] is not None
-        if patched_in_again and self.basis != Basis.from_specs(active_patches(model)):
+        if patched_in_again and self.base_rotary != BaseRotary.from_specs(active_patches(model)):
             raise MethodError(
                 f"the model is patched with {label(self.loaded)} already; to measure that method with another over or "
                 "context_length, give the model without its patch"
@@ -171,12 +171,12 @@ class _Job:
                 "tokens": sum(measurement.passes),
             }
         )
-        settings |= {"over": self.plan.over, "basis": self.basis.to_dict()}
+        settings |= {"over": self.plan.over, "basis": self.base_rotary.to_dict()}
         if in_folder:
             methods = [method for method, _ in self.methods.values()]
             modules = (*measurement.computed_by, *self.plan.reader_modules)
-            settings |= model_key(self.model, methods, self.basis, self.plan.over, *modules)
-        return settings | {"context_length": self.basis.rotary.context_length}
+            settings |= model_key(self.model, methods, self.base_rotary, self.plan.over, *modules)
+        return settings | {"context_length": self.base_rotary.rotary.context_length}
 
     def scorer(self) -> TokenScorer:
         """Return the object that reads tokens through the model and scores them."""
@@ -219,7 +219,7 @@ class _Job:
     def _applied(self, method: RopeMethod | None) -> AbstractContextManager[Any]:
         """Patch the model with a method inside the `with` block, unless the model already has it in the same place."""
         specs = active_patches(self.model)
-        is_present = bool(specs) and method == specs[-1].method and self.basis == Basis.from_specs(specs)
+        is_present = bool(specs) and method == specs[-1].method and self.base_rotary == BaseRotary.from_specs(specs)
         if method is None or is_present:
             return nullcontext()
         return patched(self.model, method, over=self.plan.over, context_length=self.plan.context_length)

@@ -85,7 +85,7 @@ _KNOWN_SOURCE = re.compile(rf"(torch|transformers|rope_ext_hf\.({'|'.join(_COMPU
 
 
 @dataclass(frozen=True)
-class Basis:
+class BaseRotary:
     """The state of a model that the methods of a run are applied to.
 
     Attributes:
@@ -100,15 +100,15 @@ class Basis:
     below: tuple[Patch, ...] = ()
 
     @classmethod
-    def from_specs(cls, specs: tuple[Patch, ...]) -> Basis:
-        """Return the basis for the last of a model's patches: the state of the model to which that patch was applied.
+    def from_specs(cls, specs: tuple[Patch, ...]) -> BaseRotary:
+        """Return what the last of a model's patches was applied to.
 
         `specs` are all patches of the model, the first one applied first.
         """
         return cls(specs[-1].rotary, specs[-1].layers, specs[:-1])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the basis as JSON values, for the settings of a run."""
+        """Return it as JSON values, for the settings of a run."""
         return {
             "rotary": self.rotary.to_dict(),
             "layers": self.layers,
@@ -116,7 +116,9 @@ class Basis:
         }
 
 
-def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str, context_length: int | None) -> Basis:
+def find_base_rotary(
+    model: nn.Module, methods: Sequence[RopeMethod | None], over: str, context_length: int | None
+) -> BaseRotary:
     """Return the rotary settings and earlier patches of a model that the methods of a run start from.
 
     Runs are compared only if these are equal. Usually they are those of the model as it is now; if every method is the
@@ -129,9 +131,9 @@ def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str
     """
     specs = active_patches(model)
     if specs and over == "own" and context_length is None and all(method == specs[-1].method for method in methods):
-        return Basis.from_specs(specs)
+        return BaseRotary.from_specs(specs)
     under = base_rope_of_model(model, over=over, context_length=context_length)
-    return Basis(under.rotary, None, under.live)
+    return BaseRotary(under.rotary, None, under.live)
 
 
 def results_of_model(run: Run[Any], model: nn.Module, name: str) -> tuple[Run[Any], Method]:
@@ -151,10 +153,10 @@ def results_of_model(run: Run[Any], model: nn.Module, name: str) -> tuple[Run[An
     method = specs[-1].method.to_dict() if specs else unpatched
     if len(specs) == 1 and isinstance(specs[-1].method, Default) and not run.select([method]).results:
         method = unpatched  # it changes nothing but the length in the config
-    basis = Basis.from_specs(specs).to_dict() if specs else run.settings["basis"]
+    base_rotary = BaseRotary.from_specs(specs).to_dict() if specs else run.settings["basis"]
     chosen = run.select([unpatched, method])
     has_method = any(result.key == method_key(method) for result in chosen.results)
-    if not has_method or json.loads(json.dumps(basis)) != json.loads(json.dumps(run.settings["basis"])):
+    if not has_method or json.loads(json.dumps(base_rotary)) != json.loads(json.dumps(run.settings["basis"])):
         measured = ", ".join(dict.fromkeys(label(result.method) for result in run.results)) or "nothing yet"
         raise FileError(
             f"the run in {str(run.path)!r} has no result of {label(method)} as {name} carries it; it measured "
@@ -164,23 +166,23 @@ def results_of_model(run: Run[Any], model: nn.Module, name: str) -> tuple[Run[An
 
 
 def model_key(
-    model: nn.Module, methods: Sequence[RopeMethod | None], basis: Basis, over: str, *measuring: str
+    model: nn.Module, methods: Sequence[RopeMethod | None], base_rotary: BaseRotary, over: str, *measuring: str
 ) -> dict[str, Any]:
     """Return the settings that the numbers of a run depend on: digests of the weights and of the code, and the patches.
 
     Args:
         model: patched or not.
         methods: the methods; None stands for the model with its present patches.
-        basis: the state of the model that the methods are applied to.
+        base_rotary: the state of the model that the methods are applied to.
         over: as `rope_ext_hf.patch` takes it.
         measuring: the names of the Python modules whose code measures.
     """
     specs = active_patches(model)
-    measures_present_patch = None in methods or (specs and basis == Basis.from_specs(specs))
+    measures_present_patch = None in methods or (specs and base_rotary == BaseRotary.from_specs(specs))
     return {
         "weights": model_digest(model),
         "over": over,
-        "basis": basis.to_dict(),
+        "basis": base_rotary.to_dict(),
         "patches": [spec.to_dict() for spec in specs] if None in methods else [],
         "of_patch": _further_arguments(specs[-1]) if specs and measures_present_patch else {},
         "code": code_digest(model, *measuring),
@@ -188,7 +190,7 @@ def model_key(
 
 
 def _further_arguments(spec: Patch) -> dict[str, Any]:
-    """Return those arguments of a patch that are not defaults and that its method and basis do not show."""
+    """Return those arguments of a patch that are not defaults and that its method and `BaseRotary` do not show."""
     arguments: dict[str, Any] = {}
     if spec.target_length not in (None, spec.method.extended_length(spec.rotary)):
         arguments["target_length"] = spec.target_length

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rope_ext_hf.terminal import Rows, ShownAsTables, broken_command, text_table, wrapped
 from rope_ext_hf.tools.advice.guidance import GOALS, NOTHING
-from rope_ext_hf.tools.advice.measurements import evidence, measured_models, price
+from rope_ext_hf.tools.advice.measured import evidence, measured_models, price
 from rope_ext_hf.tools.advice.reported import Reported
 from rope_ext_hf.tools.engines.base import usual_server
 from rope_ext_hf.tools.serving.gpu_memory import GPUMemory

@@ -31,7 +31,7 @@ from rope_ext_hf.tools.advice.guidance import (
     guidance_of,
     guided_methods,
 )
-from rope_ext_hf.tools.advice.measurements import Rise, deciding, helped, reach_text, rises_at, rises_for_short_inputs
+from rope_ext_hf.tools.advice.measured import Rise, deciding, helped, reach_text, rises_at, rises_for_short_inputs
 from rope_ext_hf.tools.advice.next_commands import NextCommands
 from rope_ext_hf.tools.advice.reported import Reported, reported
 from rope_ext_hf.tools.engines.base import find_engine, list_engines, reference_engine

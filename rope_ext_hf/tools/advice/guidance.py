@@ -1,6 +1,6 @@
 """Guidance on when to take which method, read from guidance.toml; for docs/choosing.md and `rope-ext extend`.
 
-It does not say how well a model reads with a method: that is measured (`rope_ext_hf.tools.advice.measurements`).
+It does not say how well a model reads with a method: that is measured (`rope_ext_hf.tools.advice.measured`).
 """
 
 from __future__ import annotations

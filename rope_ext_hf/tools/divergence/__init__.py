@@ -12,6 +12,6 @@ from rope_ext_hf.lazy import lazy_names
 if TYPE_CHECKING:
     from rope_ext_hf.tools.divergence.divergence_options import Divergence as Divergence
     from rope_ext_hf.tools.divergence.divergence_runs import DivergenceResult as DivergenceResult
-    from rope_ext_hf.tools.divergence.measuring import divergence as divergence
+    from rope_ext_hf.tools.divergence.evaluation import divergence as divergence
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rope_ext_hf.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rope_ext_hf.tools.suites.evaluations import tasks as tasks
     from rope_ext_hf.tools.suites.gain_runs import ContextGain as ContextGain
-    from rope_ext_hf.tools.suites.measuring import tasks as tasks
     from rope_ext_hf.tools.suites.suite_options import Gain as Gain
     from rope_ext_hf.tools.suites.suite_options import Tasks as Tasks
     from rope_ext_hf.tools.suites.task_runs import TaskResult as TaskResult

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import CheckpointError, FingerprintError, MethodError
-from rope_ext_hf.eval.measuring import perplexity
+from rope_ext_hf.eval.evaluations import perplexity
 from rope_ext_hf.files.whole import json_text, read_json, write_text
 from rope_ext_hf.hub import fingerprint, read_config
 from rope_ext_hf.patches.saved.fingerprint import Fingerprint

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.integrations import get_available_reporting_integrations
 
 from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError, duration
-from rope_ext_hf.eval.measuring import passkey, perplexity
+from rope_ext_hf.eval.evaluations import passkey, perplexity
 from rope_ext_hf.eval.spans.perplexity_runs import Result, difference
 from rope_ext_hf.files.whole import disk_errors, json_text, with_tilde, write_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer

@@ -13,7 +13,7 @@ from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.tools.advice import advise
 from rope_ext_hf.tools.advice.guidance import GOALS
-from rope_ext_hf.tools.advice.measurements import rises_at, rises_for_short_inputs
+from rope_ext_hf.tools.advice.measured import rises_at, rises_for_short_inputs
 from rope_ext_hf.tools.serving.serving_options import GPUServer
 from tests.support.commands import run
 from tests.support.wrapped_text import unwrapped

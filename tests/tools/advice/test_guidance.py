@@ -34,7 +34,7 @@ from rope_ext_hf.tools.advice.guidance import (
     guidance_of,
     guided_methods,
 )
-from rope_ext_hf.tools.advice.measurements import rises_at
+from rope_ext_hf.tools.advice.measured import rises_at
 from tests.support.every_model import tiny
 from tests.support.models import build
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_ext_hf.eval.measuring import results_of
+from rope_ext_hf.eval.evaluations import results_of
 from rope_ext_hf.options.arguments import with_fields_of
 from rope_ext_hf.runs.run import Results
 from rope_ext_hf.tools.suites.suite_options import Tasks
