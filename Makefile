@@ -7,14 +7,14 @@ DEVICE ?= cpu
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 PYTEST = OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadscope
 
-.PHONY: demo test test-library test-slow lint docs figures bench real-models gpu dist check-dist check-tag clean
+.PHONY: demo test test-library test-slow test-thorough lint docs figures bench real-models gpu dist check-dist check-tag clean
 
 # Four methods on the small model that comes with the package.
 demo: .venv/ready
 	$(RUN)/rope-ext demo
 
 # Without the modules that pytest compiles, kept beside the tests, each run would compile 150 of them anew.
-test test-library test-slow: export PYTHONDONTWRITEBYTECODE =
+test test-library test-slow test-thorough: export PYTHONDONTWRITEBYTECODE =
 
 # What to run before you send a change: all fast tests; under eight minutes on two cores.
 test: .venv/ready
@@ -27,7 +27,11 @@ test-library: .venv/ready
 
 # What CI runs beside `make test`: processes killed, browsers, compilers, other families.
 test-slow: .venv/ready
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not thorough"
+
+# Every method on every family and all the rest: most of an hour, before a release.
+test-thorough: .venv/ready
+	$(PYTEST) -m thorough
 
 lint: .venv/ready
 	$(RUN)/ruff check .

@@ -134,7 +134,7 @@ QUICK = {"ppl": FEW, "sweep": FEW, "passkey": ONE_TRIAL}
 
 
 QUICK_PAGES = ("README.md", "docs/index.md")
-"""Pages whose commands and code `make test` runs; `make test-all` runs those of all."""
+"""Pages whose commands and code `make test-slow` runs; `make test-thorough` runs those of all."""
 HUB_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 """The model of README.md, in whose place the tests load the bundled one."""
 
@@ -340,7 +340,7 @@ def test_make_bench_runs_every_benchmark() -> None:
         "gpu.py",
         "real_models.py",
         "ruler_table.py",
-    }  # which `make gpu`, `make real-models` and `make ruler` run
+    }  # which `make gpu` and `make real-models` run, or somebody who has the model
     bench = read("Makefile").partition("\nbench:")[2].partition("\n\n")[0]
     others = {"docstring_model.py", "train_reference.py", "first_run.py"}  # two train models, one records the demo
     assert set(re.findall(r"benchmarks/(\w+\.py)", bench)) == scripts | others
