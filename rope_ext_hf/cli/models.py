@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @command("Patch a model")
 def methods(as_json: Json = False) -> None:
-    """List the recommended methods, then all methods and their parameters, with the defaults.
+    """List the methods and their parameters, recommended ones first.
 
     Each parameter is an option of every command that takes --method. A required factor may be given as --target-length.
 
