@@ -20,7 +20,7 @@ test test-library test-slow test-thorough: export PYTHONDONTWRITEBYTECODE =
 test: .venv/ready
 	$(PYTEST) -m "not slow" --durations=10 --durations-min=1
 
-# What to run while you change the library: its fast tests and those of the pages; four minutes on two cores.
+# What to run while you change the library: its fast tests and those of the pages; some minutes.
 LIBRARY := attention checkpoints cli eval files methods models patches pictures reading rotary runs test_docs.py
 test-library: .venv/ready
 	$(PYTEST) -m "not slow" $(LIBRARY:%=tests/%)

@@ -175,18 +175,22 @@ def test_commands_run(page: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS])
 def test_options_and_targets_exist(page: str) -> None:
-    """Also those of commands that are not run: `make` lines, and `rope-ext` lines about MODEL."""
+    """Also those of commands that are not run: `make` and `nox` lines, and `rope-ext` lines about MODEL."""
     import typer
 
     from rope_ext_hf.cli.app import app
     from rope_ext_hf.methods.registry import list_methods
 
     targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
+    sessions = set(re.findall(r"^@nox\.session.*\ndef (\w+)", read("noxfile.py"), flags=re.MULTILINE))
     fields = {f"--{name.replace('_', '-')}" for cls in list_methods().values() for name in cls.__dataclass_fields__}
     group = typer.main.get_command(app)
     for words in commands(page):
         if words[0] == "make":
             assert {word for word in words[1:] if "=" not in word} <= targets, words
+        elif words[0].endswith("nox") and "-s" in words:
+            named = words[words.index("-s") + 1 :]
+            assert {word.replace("-", "_") for word in named[: (*named, "--").index("--")]} <= sessions, words
         elif words[0] == "rope-ext":
             command = group.commands[words[1]]  # type: ignore[attr-defined]
             known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
