@@ -23,7 +23,8 @@ ROOT = Path(__file__).parent
 BUILD = ROOT / "build"
 TORCH = os.environ.get("TORCH") or "torch==2.13.0"
 PYTEST = ("-m", "pytest", "-n", str(min(os.cpu_count() or 2, 8)), "--dist", "loadscope")
-NEWEST = ("transformers", "accelerate", "peft", "trl", "lm-eval", "datasets", "safetensors", "huggingface_hub", "rich")
+NEWEST = ("transformers", "accelerate", "peft", "trl", "lm-eval", "datasets", "safetensors", "huggingface_hub")
+NEWEST += ("typer", "rich")
 
 # The packages that SGLang imports on a CPU; its wheel asks for CUDA. Without Intel's AMX torch computes in place of its
 # own kernels; of vLLM it looks up the names of kernels alone.
