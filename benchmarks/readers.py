@@ -10,7 +10,7 @@ this package:
   perplexity of fixed-length models, and `perplexity(protocol="sliding-all")`;
 - windows of `--length` tokens without overlap: `loglikelihood_rolling` of lm-eval's HFLM, and `protocol="blocks"`;
 - the tokens after the first half of such windows: llama.cpp's perplexity (llama_cpp_perplexity.py) of a GGUF file, and
-  `protocol="matched"` on the same file. `make build/llama-cpp/ready` installs llama.cpp; without `--gguf` and
+  `protocol="matched"` on the same file. `nox -s llama-cpp` installs llama.cpp; without `--gguf` and
   `--llama-cpp` the row says that it was not measured.
 
 The beginning of the first text is read, `--tokens` tokens, in float32, on CUDA in bfloat16. Every run is a process of

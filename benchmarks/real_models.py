@@ -1,12 +1,12 @@
 """Measure how pretrained models read beyond their context length under each method: docs/results/real-models.json.
 
-    python benchmarks/real_models.py --model MODEL --data 'novels/*.txt' [--device cuda] [--minutes 20]
+    python benchmarks/real_models.py [--model MODEL] [--data 'novels/*.txt'] [--device cuda] [--minutes 20]
 
-MODEL is a folder or a Hub id. Of every text that is long enough, one stretch from its middle is read, under the
-protocol `same-start`: the last tokens before 1, 1.5, 2 and 4 times the context length are scored, and the model as
-loaded also reads them with no more than its context length before them. Methods are set for 2 times the context length,
-and in a second round for 4 times. Then come the answers of `rope-ext passkey`: the loss of the right one, because small
-models hardly ever give it exactly.
+MODEL is a folder or a Hub id; by default SmolLM2-135M-Instruct reads Python's library. Of every text that is long
+enough, one stretch from its middle is read, under the protocol `same-start`: the last tokens before 1, 1.5, 2 and 4
+times the context length are scored, and the model as loaded also reads them with no more than its context length before
+them. Methods are set for 2 times the context length, and in a second round for 4 times. Then come the answers of
+`rope-ext passkey`: the loss of the right one, because small models hardly ever give it exactly.
 
 Every measurement goes into the file as soon as it is made, and the same command goes on where it was stopped. What was
 measured on another device or in another dtype stands in an entry of its own. No text and no weight goes into the file.
@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import smollm2
 import torch
 from record import benchmark_parser, with_machine
 from stock import usual_dtype
@@ -134,8 +135,8 @@ def missing(
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.set_defaults(out=OUT)
-    parser.add_argument("--model", required=True, help="a folder or a Hub id")
-    parser.add_argument("--data", required=True, help="the text, as rope-ext ppl --data takes it")
+    parser.add_argument("--model", help="a folder or a Hub id; default: SmolLM2-135M-Instruct, see smollm2.py")
+    parser.add_argument("--data", default="stdlib?join=400000", help="the text, as rope-ext ppl --data takes it")
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--texts", type=int, default=8, help="at most so many texts")
     parser.add_argument("--methods", default=",".join(METHODS), help="in the order in which each text is read")
@@ -154,7 +155,9 @@ def main() -> None:
     record = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {"models": []}
     record |= {"command": "make real-models", "versions": with_machine({}, arguments.device)["versions"]}
     dtype = arguments.dtype or usual_dtype(arguments.device)
-    model = RealModel(arguments.model, arguments.data, arguments.device, dtype, record["models"])
+    model = RealModel(
+        arguments.model or str(smollm2.fetch()), arguments.data, arguments.device, dtype, record["models"]
+    )
     multiples = [float(multiple) for multiple in arguments.multiples.split(",")]
     longest = model.lengths(max(multiples))[-1]
     texts = list(model.stretches(longest))[: arguments.texts]

@@ -1,7 +1,6 @@
 """RULER's 13 tasks for a model as loaded and under each method, beside what papers report: fills docs/benchmarks.md.
 
     python benchmarks/ruler_table.py --model Qwen/Qwen3-1.7B-Base [--device cuda] [--out FILE]
-    make ruler MODEL=Qwen/Qwen3-1.7B-Base DEVICE=cuda
 
 Every method is fitted to the longest length; `dynamic` is dynamic NTK as transformers has it. The 11 tasks of the
 package's suite `ruler` and the two of `ruler_qa.py` are runs of `rope-ext tasks`, kept in --runs, so that the same

@@ -254,7 +254,7 @@ def configuration() -> None:
     from tests.conformance.generate import KIT, configuration
 
     entry = json.loads((KIT / "configurations" / "tiny-7b.json").read_text(encoding="utf-8"))
-    (row,) = configuration(entry)["rows"]  # what `make conformance` writes
+    (row,) = configuration(entry)["rows"]  # what `python -m tests.conformance.generate` writes
     assert row["inv_freq"][1] == 5000.0**-0.25
 
 

@@ -1,6 +1,5 @@
 """Coverage of the installed transformers: patch, and read, a tiny model of every language model class.
 
-    make coverage
     python -m checks.coverage [--only llama,qwen3] [--again]
     python -m checks.coverage --new     # in some minutes, what the classes of a new release lack
 
@@ -533,7 +532,7 @@ def main() -> None:
     wrong = [row for row in rows if "error" in row]
     if only is None and not wrong:
         versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
-        head = json.dumps({"command": "make coverage", "versions": versions, "rows": []}, indent=1)
+        head = json.dumps({"command": "python -m checks.coverage", "versions": versions, "rows": []}, indent=1)
         text = ",\n  ".join(json.dumps(_for_the_record(row)) for row in rows)
         RESULT.write_text(head.replace('"rows": []', f'"rows": [\n  {text}\n ]') + "\n", encoding="utf-8")
     print("\n".join(f"{row['model_type']}, {row['class']}: {row['error']}" for row in wrong))

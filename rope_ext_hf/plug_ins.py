@@ -15,6 +15,7 @@ The tool box of this package (`rope_ext_hf.tools`) adds its parts in the same wa
 | rope_ext_hf.readers | an engine, as `--engine` names it | a function that makes a plan read by the engine |
 | rope_ext_hf.evaluations | a name of `rope_ext_hf.eval`, or an option of `ppl` | it, or a function to change the plan |
 | rope_ext_hf.measurements | what was measured, as `describe` asks for it | a function that says it in a clause |
+| rope_ext_hf.recommendations | what `methods` shows first | a function that returns methods by purpose |
 | rope_ext_hf.engine_checks | a set of engines | a function that says which of them read a saved config alike |
 | rope_ext_hf.cards | a model card | a function that writes it into a folder |
 | rope_ext_hf.lm_eval_tasks | a set of tasks | a function that writes their YAML files into a folder |

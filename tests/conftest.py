@@ -1,7 +1,7 @@
 """What all test modules share: settings of hypothesis, the slow tier, fixtures.
 
 Slow tests are those marked `slow` and, of tests over model families, those of families outside QUICK_FAMILIES.
-`make test` leaves them out, `make test-slow` runs them. tests/support/tiers.py says what both leave to `make test-all`.
+`make test` leaves them out, `make test-slow` runs them. tests/support/tiers.py says which of them it leaves out, too.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 import torch
 
-from tests.support.tiers import ALL, KINDS_OF_FAMILIES, OLDER, QUICK_FAMILIES, in_turn
+from tests.support.tiers import KINDS_OF_FAMILIES, QUICK_FAMILIES, in_turn
 
 if TYPE_CHECKING:
     from tests.support.saved_models import Lookup
 
-hypothesis.settings.register_profile(
-    "tests", deadline=None, database=None, derandomize=True, max_examples=100 if ALL else 40
-)
+hypothesis.settings.register_profile("tests", deadline=None, database=None, derandomize=True, max_examples=40)
 hypothesis.settings.load_profile("tests")
 
 
@@ -39,7 +36,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     models = sys.modules.get("tests.support.models")  # it imports transformers, which some tests do without
     families = set() if models is None else {*models.FAMILIES, *models.ROTATING}
     cases = Counter[str]()
@@ -51,21 +48,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases[test] += 1
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         family = params.get("name", params.get("model_type"))
-        if not isinstance(family, str) or family not in families:
-            continue
-        if family not in QUICK_FAMILIES:
+        if isinstance(family, str) and family in families:
+            if family not in QUICK_FAMILIES:
+                item.add_marker(pytest.mark.slow)
+            if family not in KINDS_OF_FAMILIES and not in_turn(item.name):
+                item.add_marker(pytest.mark.thorough)
+        if item.get_closest_marker("thorough"):
             item.add_marker(pytest.mark.slow)
-        if family not in KINDS_OF_FAMILIES and not in_turn(item.name):
-            item.add_marker(pytest.mark.thorough)
-    if OLDER:
-        listed = set(Path(__file__).with_name("older_transformers.txt").read_text(encoding="utf-8").splitlines())
-        for item in items:
-            if item.nodeid in listed:
-                item.add_marker(pytest.mark.skip(reason="needs a newer transformers"))
-    left = [item for item in items if item.get_closest_marker("thorough")]
-    if left and not ALL:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,7 +19,7 @@ import pytest
 
 from checks.additions import CHANGES
 
-pytestmark = pytest.mark.thorough  # and a target of its own: `make test-additions`
+pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "site", "__pycache__", ".*_cache")
 

@@ -442,29 +442,6 @@ DATA = "conformance"
 """A folder of data apart from the package, of the whole repository too: the tool box's mistakes are in its numbers."""
 
 
-def test_tests_stand_where_their_module_does() -> None:
-    """tests/FOLDER/test_MODULE.py, or test_MODULE_SUBJECT.py where a module has several."""
-    offences = []
-    for path in sorted(Path(__file__).parent.rglob("test_*.py")):
-        folder, subject = path.parent.relative_to(Path(__file__).parent), path.stem.removeprefix("test_")
-        if folder.parts == (DATA,):
-            continue
-        rooms = [".".join((PACKAGE, *folder.parts))]
-        over_rooms = folder.parts == (TOOLS,)  # over modules such as advice_commands and server_commands
-        if over_rooms:
-            rooms = [f"{PACKAGE}.{module.room}" for module in modules().values() if module.room.startswith(TOOLS)]
-        named = [name.rpartition(".")[2] for name in modules() if name.rpartition(".")[0] in rooms]
-        if over_rooms:
-            named = [name.rpartition("_")[2] for name in named]
-        if not any(subject == name or subject.startswith(f"{name}_") for name in named) and not (
-            not folder.parts and subject in OF_THE_WHOLE
-        ):
-            offences.append(
-                f"{path.relative_to(ROOT)} names no module of {rooms[0]}: tests/FOLDER/test_MODULE[_SUBJECT].py"
-            )
-    check(offences)
-
-
 def of_the_whole(path: Path) -> bool:
     """Whether a file in tests/ may need the tool box: its own tests, and those of the whole repository."""
     folder = path.relative_to(ROOT / "tests").parts[0]

@@ -1,4 +1,4 @@
-"""The record of `make coverage`: complete for the installed transformers, and a sample of it measured again."""
+"""The record of checks/coverage.py: complete for the installed transformers, and a sample of it measured again."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import bench
 import pytest
 import torch
 
@@ -134,7 +135,7 @@ QUICK = {"ppl": FEW, "sweep": FEW, "passkey": ONE_TRIAL}
 
 
 QUICK_PAGES = ("README.md", "docs/index.md")
-"""Pages whose commands and code `make test` runs; `make test-all` runs those of all."""
+"""Pages whose commands and code `make test-slow` runs; `make test-thorough` runs those of all."""
 HUB_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 """The model of README.md, in whose place the tests load the bundled one."""
 
@@ -174,18 +175,22 @@ def test_commands_run(page: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS])
 def test_options_and_targets_exist(page: str) -> None:
-    """Also those of commands that are not run: `make` lines, and `rope-ext` lines about MODEL."""
+    """Also those of commands that are not run: `make` and `nox` lines, and `rope-ext` lines about MODEL."""
     import typer
 
     from rope_ext_hf.cli.app import app
     from rope_ext_hf.methods.registry import list_methods
 
     targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
+    sessions = set(re.findall(r"^@nox\.session.*\ndef (\w+)", read("noxfile.py"), flags=re.MULTILINE))
     fields = {f"--{name.replace('_', '-')}" for cls in list_methods().values() for name in cls.__dataclass_fields__}
     group = typer.main.get_command(app)
     for words in commands(page):
         if words[0] == "make":
             assert {word for word in words[1:] if "=" not in word} <= targets, words
+        elif words[0].endswith("nox") and "-s" in words:
+            named = words[words.index("-s") + 1 :]
+            assert {word.replace("-", "_") for word in named[: (*named, "--").index("--")]} <= sessions, words
         elif words[0] == "rope-ext":
             command = group.commands[words[1]]  # type: ignore[attr-defined]
             known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
@@ -333,20 +338,11 @@ def test_older_measurements_name_their_command_and_versions() -> None:
             assert result["versions"]["rope-ext-hf"].removesuffix(".dev0") in result["note"]
 
 
-def test_make_bench_runs_every_benchmark() -> None:
+def test_bench_runs_every_benchmark() -> None:
     sources = {file.name: file.read_text("utf-8") for file in (ROOT / "benchmarks").glob("*.py")}
     scripts = {name for name, text in sources.items() if re.search(r"^from record import .*\brecord$", text, re.M)}
-    scripts -= {
-        "gpu.py",
-        "real_models.py",
-        "ruler_table.py",
-    }  # which `make gpu`, `make real-models` and `make ruler` run
-    bench = read("Makefile").partition("\nbench:")[2].partition("\n\n")[0]
-    others = {"docstring_model.py", "train_reference.py", "first_run.py"}  # two train models, one records the demo
-    assert set(re.findall(r"benchmarks/(\w+\.py)", bench)) == scripts | others
-    for name in scripts - {"conversion.py", "intervals.py"}:  # which have nothing to do on a GPU
-        assert "benchmark_parser(__doc__)" in read(f"benchmarks/{name}"), name
-        assert re.search(rf"benchmarks/{name} --device", bench), name
+    scripts -= {"gpu.py", "real_models.py", "ruler_table.py"}  # which are about a model that somebody has
+    assert {name for name, *_ in bench.commands("python")} == scripts | {*bench.WITHOUT_OUT}
 
 
 @pytest.mark.thorough

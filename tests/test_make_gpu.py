@@ -92,7 +92,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Row:
     return made
 
 
-# --- the whole run: a minute, and a target of its own, `make test-make-gpu` -------------------------------------------
+# --- the whole run: a minute; `nox -s rehearse-gpu` does it in another environment -----------------------------------
 
 
 @simulated

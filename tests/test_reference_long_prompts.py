@@ -30,7 +30,7 @@ REMAPPING = ("rerope", "leaky-rerope", "self-extend", "dca")
 
 
 def but(left: Sequence[str], *methods: str) -> list[Any]:
-    """Return methods as parameters of a test; those of `left` run in `make test-all` only."""
+    """Return methods as parameters of a test; those of `left` are thorough."""
     return [pytest.param(each, marks=[pytest.mark.thorough] * (each in left)) for each in methods]
 
 

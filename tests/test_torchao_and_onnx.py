@@ -1,13 +1,11 @@
 """Models quantised by torchao, and patched models as ONNX files and in OpenVINO.
 
-`make test-exports` installs them beside the environment: with torchao in it, every import of PEFT takes seconds longer.
+`nox -s exports` installs them beside the environment: with torchao in it, every import of PEFT takes seconds longer.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,9 @@ pytestmark = pytest.mark.filterwarnings("default")  # both libraries warn of the
 NATIVE = {"rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": TRAINED}
 
 
-def library(name: str) -> Any:
-    """A library, without which a test is skipped; under `make test-exports` it fails."""
-    return importlib.import_module(name) if "ROPE_EXT_EXPORTS" in os.environ else pytest.importorskip(name)
-
-
 def quantised(config: str, model: Any | None = None) -> Any:
     """A model whose linear layers torchao has quantised by one of its configs."""
-    quantization = library("torchao.quantization")
+    quantization = pytest.importorskip("torchao.quantization")
     model = build("llama") if model is None else model
     quantization.quantize_(model, getattr(quantization, config)())
     return model
@@ -69,7 +62,7 @@ class TestQuantised:
 
 
 def test_a_quantised_folder_loads_patched(tmp_path: Path) -> None:
-    quantization = library("torchao.quantization")
+    quantization = pytest.importorskip("torchao.quantization")
     from transformers import TorchAoConfig
 
     build("llama").save_pretrained(tmp_path / "plain")
@@ -103,8 +96,8 @@ class Logits(nn.Module):
 def test_onnx_computes_the_same(
     method: str, params: dict[str, Any], varies: bool, lengths: tuple[int, ...], tmp_path: Path
 ) -> None:
-    onnx, reference = library("onnx"), library("onnx.reference")
-    library("onnxscript")
+    onnx, reference = pytest.importorskip("onnx"), pytest.importorskip("onnx.reference")
+    pytest.importorskip("onnxscript")
     model = rope.patch(build("llama"), method, **params)
     shapes = ({1: torch.export.Dim("length", min=2, max=4 * LONG)},) if varies else None
     program = torch.onnx.export(Logits(model), (tokens(LONG),), dynamo=True, dynamic_shapes=shapes, verbose=False)
@@ -131,7 +124,7 @@ class MaskedLogits(nn.Module):
 
 def converted(model: nn.Module, way: str, folder: Path) -> Any:
     """Return the OpenVINO model of a model, for inputs of any length."""
-    openvino = library("openvino")
+    openvino = pytest.importorskip("openvino")
     example = tokens(40), torch.ones(1, 40, dtype=torch.int64), torch.arange(40)[None]
     if way == "trace":  # that of OpenVINO's own converter
         return openvino.convert_model(MaskedLogits(model), example_input=example)
@@ -139,7 +132,7 @@ def converted(model: nn.Module, way: str, folder: Path) -> Any:
     shapes = ({1: length},) * 3
     if way == "export":
         return openvino.convert_model(torch.export.export(MaskedLogits(model), example, dynamic_shapes=shapes))
-    library("onnxscript")
+    pytest.importorskip("onnxscript")
     program = torch.onnx.export(MaskedLogits(model), example, dynamo=True, dynamic_shapes=shapes, verbose=False)
     assert program is not None
     program.save(folder / "model.onnx")
@@ -156,7 +149,7 @@ def test_openvino_computes_the_same(which: str, way: str, tmp_path: Path) -> Non
     model = rope.patch(build("llama", num_hidden_layers=1), case.method, **case.params)
     graph = converted(model, way, tmp_path)
     exact = {"INFERENCE_PRECISION_HINT": "f32"}
-    run = library("openvino").Core().compile_model(graph, "CPU", exact)
+    run = pytest.importorskip("openvino").Core().compile_model(graph, "CPU", exact)
     native = build("llama", case.form, num_hidden_layers=1)
     for length, first in ((LONG // 3, 0), (LONG, 0), (50, 100_000)):
         ids, positions = tokens(length), torch.arange(first, first + length)[None]

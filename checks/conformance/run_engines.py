@@ -1,6 +1,6 @@
 """Agreement of other programs with conformance/, written to docs/results/conformance.json.
 
-    make test-conformance
+    nox -s conformance
     python -m checks.conformance.run_engines --engines FOLDER --mlx-lm PYTHON --llama-cpp PYTHON --transformers-4 PYTHON
 
 FOLDER holds the unpacked wheels of vLLM, SGLang and ExLlamaV3; the others are interpreters of environments with the
@@ -198,7 +198,7 @@ def main() -> None:
     ports = {name: kind(given.engines) for name, kind in kinds.items()}
     programs += [in_process(port, name, CLASSES) for name, port in ports.items()]
     content = {
-        "command": "make test-conformance",
+        "command": "nox -s conformance",
         "versions": {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")},
         "kit": json.loads((KIT / "kit.json").read_text(encoding="utf-8"))["version"],
         "date": datetime.now(UTC).date().isoformat(),

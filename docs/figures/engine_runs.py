@@ -161,7 +161,7 @@ def engine_perplexity() -> str:
     head = ["engine", "difference in float32", "in bfloat16", "texts together, not one at a time"]
     note = (
         "*The largest difference of a perplexity from that of transformers, as a share: the bundled model with and "
-        "without yarn x4, on a CPU. Measured by `make test-vllm` and `make test-sglang`.*"
+        "without yarn x4, on a CPU. Measured by `nox -s vllm` and `nox -s sglang`.*"
     )
     return markdown_table(head, rows, note)
 

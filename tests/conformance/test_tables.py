@@ -38,7 +38,9 @@ def test_a_file_is_what_the_package_generates(name: str) -> None:
     entry = stored(name)
     made = json.loads(written(configuration(entry)))
     assert made.keys() - {"pairing", "rows"} <= set(WRITTEN)
-    assert same(made, entry), f"conformance/configurations/{name}.json is out of date: run `make conformance`"
+    assert same(made, entry), (
+        f"conformance/configurations/{name}.json is out of date: python -m tests.conformance.generate"
+    )
 
 
 @every_configuration

@@ -1,12 +1,11 @@
 """The Triton kernel as Triton compiles it, without a GPU: the resources it needs on each device, and its variants.
 
-`make test-kernels` installs Triton beside the environment: torch for CPUs comes without it, and it is large.
+`nox -s kernels` installs Triton beside the environment: torch for CPUs comes without it, and it is large.
 """
 
 from __future__ import annotations
 
 import ast
-import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ import rope_ext_hf as rope
 from tests.support.models import build, tokens
 from tests.support.simulated_cuda import SimulatedCuda, why_unavailable
 
-if "ROPE_EXT_KERNELS" not in os.environ:  # set by `make test-kernels`, where Triton must be there
-    pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 from rope_ext_hf.rotary import triton_rotation
 from rope_ext_hf.rotary.triton_rotation import rotate_fused

@@ -1,14 +1,14 @@
 """Kernels of the Hub for models on a CPU, without the Hub: stand-ins in a local folder, for the `kernels` library.
 
 A plug-in of pytest (`-p tests.support.hub_kernels`), because transformers takes in `kernels` when it is imported.
-transformers 5.23 asks for 0.18.2. Under `make test-kernels` it meets 0.17.2 by that name: all that it imports is there.
+transformers 5.23 asks for 0.18.2. Under `nox -s kernels` it meets 0.17.2 by that name: all that it imports is there.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +21,7 @@ def _version(distribution_name: str) -> str:
     return "0.18.2" if distribution_name == "kernels" else _installed(distribution_name)
 
 
-if "ROPE_EXT_KERNELS" in os.environ:
+if importlib.util.find_spec("kernels"):
     importlib.metadata.version = _version
 
 SOURCE = '''

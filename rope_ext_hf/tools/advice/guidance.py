@@ -62,6 +62,12 @@ def guided_methods() -> tuple[str, ...]:
     return tuple(_guidance())
 
 
+def recommended_methods() -> dict[str, tuple[str, ...]]:
+    """Return the methods to choose from for each purpose, the recommended one first; not those for unrotated layers."""
+    rotated = [(name, guidance.purposes) for name, guidance in _guidance().items() if not guidance.unrotated]
+    return {purpose: tuple([name for name, purposes in rotated if purpose in purposes]) for purpose in PURPOSES}
+
+
 @cache
 def _guidance() -> dict[str, Guidance]:
     return {

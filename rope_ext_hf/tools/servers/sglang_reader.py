@@ -3,7 +3,7 @@
 What the engine is asked for, and what it answers, follows the source of SGLang 0.5.23: `entrypoints/engine.py`,
 `managers/tokenizer_manager.py` and `scheduler_components/logprob_result_processor.py` (the answers),
 `layers/logprob_processor.py` (their computation, in parts of SGLANG_LOGPROB_CHUNK_SIZE tokens; by default since pull
-request 31498 of July 2026). `make test-sglang` runs it on a CPU.
+request 31498 of July 2026). `nox -s sglang` runs it on a CPU.
 
 If one of its processes dies while it reads, SGLang ends this process as well, after a message; the same command then
 continues the run.

@@ -1,8 +1,7 @@
-"""Patched models whose queries and keys are rotated by kernels of the Hub (`use_kernels=True`): `make test-kernels`."""
+"""Patched models whose queries and keys are rotated by kernels of the Hub (`use_kernels=True`): `nox -s kernels`."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from rope_ext_hf.errors import UnsupportedModelError
 from tests.support.hub_kernels import rotated_by, write_kernels
 from tests.support.models import build, tokens
 
-pytestmark = pytest.mark.skipif(
-    "ROPE_EXT_KERNELS" not in os.environ and not is_kernels_available(), reason="needs the kernels library"
-)
+pytestmark = pytest.mark.skipif(not is_kernels_available(), reason="needs the kernels library")
 
 STATIC = ["yarn", "by-parts"]
 OWN_ANGLES = ["dynamic-ntk", "dynamic-yarn", "rerope", "self-extend", "stairs", "dca"]

@@ -35,6 +35,7 @@ from rope_ext_hf.tools.advice.guidance import (
     guided_methods,
 )
 from rope_ext_hf.tools.advice.measured import rises_at
+from tests.support.commands import run, run_json
 from tests.support.every_model import tiny
 from tests.support.models import build
 
@@ -336,3 +337,13 @@ def test_no_candidate_reads_significantly_better_than_the_recommended_one(purpos
                 assert rise.value > -0.02, (name, scale)  # bits, where intervals are missing
                 compared.add(name)
     assert compared == set(others)
+
+
+def test_methods_shows_those_that_are_recommended_first() -> None:
+    _, out, _ = run("methods")
+    (serving_line,) = [line for line in out.splitlines() if SERVING in line]
+    assert out.startswith("Recommended")
+    assert serving_line.removeprefix(SERVING).split() == ["yarn,", "mrrope"]
+    assert {row["method"] for row in run_json("methods") if PYTHON in row["recommended"]} == {
+        *("dca", "dynamic-self-extend", "rerope"),
+    }

@@ -1,6 +1,6 @@
 """The plug-in of SGLang without SGLang: the settings that it handles, those that it passes on, and its tables.
 
-`make test-engines` registers it with SGLang's own hook registry and builds SGLang's own rotary classes.
+`nox -s engines` registers it with SGLang's own hook registry and builds SGLang's own rotary classes.
 """
 
 from __future__ import annotations

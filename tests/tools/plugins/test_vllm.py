@@ -1,6 +1,6 @@
 """The plug-in of vLLM without vLLM: the settings that it handles, those that it passes on, and its tables.
 
-`make test-vllm` runs it in a real vLLM.
+`nox -s vllm` runs it in a real vLLM.
 """
 
 from __future__ import annotations

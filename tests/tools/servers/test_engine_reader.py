@@ -1,6 +1,6 @@
 """`ppl --engine` with stand-ins for vLLM and SGLang that run stock transformers.
 
-`make test-vllm` and `make test-sglang` run the real ones. The stand-in for SGLang answers in the form that a real one
+`nox -s vllm` and `nox -s sglang` run the real ones. The stand-in for SGLang answers in the form that a real one
 answered in, which is in recorded/sglang.json.
 """
 

@@ -1,4 +1,4 @@
-"""`make ruler`: RULER's tasks of question answering, and the table on the bundled model."""
+"""benchmarks/ruler_table.py: RULER's tasks of question answering, and the table on the bundled model."""
 
 from __future__ import annotations
 
