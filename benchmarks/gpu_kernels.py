@@ -30,8 +30,8 @@ from torch import Tensor
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.kernels import run_kernel
 from rope_ext_hf.attention.rules import Rotation, RotationTable, TokenPositions
+from rope_ext_hf.methods.dual_chunk import DualChunk
 from rope_ext_hf.methods.grouped import SelfExtend
-from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.remapping import ReRoPE
 from rope_ext_hf.methods.stairs import Stairs
 from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation

@@ -46,7 +46,7 @@ TESTS = {
         "methods/base",
         "methods/base_composition",
     ],
-    "rope_ext_hf/methods/input_chunks.py": ["methods/remapping", "attention/blockwise", "patches/attention_hooks"],
+    "rope_ext_hf/methods/dual_chunk.py": ["methods/remapping", "attention/blockwise", "patches/attention_hooks"],
     "rope_ext_hf/methods/remapping.py": ["methods/base", "attention/blockwise", "patches/attention_hooks"],
     "rope_ext_hf/methods/tiles.py": ["attention/blockwise"],
     "rope_ext_hf/attention/rules.py": ["attention/blockwise", "patches/attention_hooks"],

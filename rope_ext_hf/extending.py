@@ -28,7 +28,7 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.files.gguf_files": "open GGUF files safely, and read the rotary embedding that they state",
     "rope_ext_hf.checkpoints.files.weight_files": "read and write safetensors files, a part of a tensor at a time",
     "rope_ext_hf.checkpoints.folder_copies:unlike_copies": "compare a patched copy of a folder with its source",
-    "rope_ext_hf.checkpoints.rows.reordering:reordered": "run a model with its rotated rows in the other pairing",
+    "rope_ext_hf.checkpoints.rows.loaded_rows:reordered": "run a model with its rotated rows in the other pairing",
     # methods and parts of models
     "rope_ext_hf.methods.registry": "make a method of its name and parameters",
     "rope_ext_hf.methods.static:Default": "the method that leaves the frequencies as they are",

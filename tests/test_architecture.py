@@ -480,3 +480,20 @@ def test_tests_of_the_library_need_no_tool() -> None:
         for target in imports[name]
         if target.startswith((f"{PACKAGE}.{TOOLS}", f"tests.{TOOLS}"))
     )
+
+
+# --- maps -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_map_of_a_folder_names_modules_that_exist() -> None:
+    """In the docstring of a folder, a line "one, two: what they are for" names modules or folders of it."""
+    missing = []
+    for path in sorted((ROOT / PACKAGE).rglob("__init__.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for line in re.findall(r"^ *([a-z_]+(?:, [a-z_]+)*): ", docstring, re.MULTILINE):
+            missing += [
+                f"{path.relative_to(ROOT)}: {name}"
+                for name in line.split(", ")
+                if not (path.parent / f"{name}.py").exists() and not (path.parent / name).is_dir()
+            ]
+    check(missing)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rope_ext_hf.checkpoints.files.weight_files import TensorView, equal_bytes
 from rope_ext_hf.checkpoints.rows.head_blocks import ScaleBlocks, evenly_spaced
-from rope_ext_hf.checkpoints.rows.reordering import reorder
+from rope_ext_hf.checkpoints.rows.loaded_rows import reorder
 from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.errors import CheckpointError, one_line, size_text
 from rope_ext_hf.files.whole import read_json

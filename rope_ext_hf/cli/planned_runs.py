@@ -151,12 +151,10 @@ class PlannedRun:
     def _seconds_in(self, dtype: str) -> float:
         """Estimate the seconds that the measurement takes in a dtype, from the measured speed of the device."""
         from rope_ext_hf.hub import loaded_dtype
-        from rope_ext_hf.reading.cost.operations import measure_speed
 
-        speed = measure_speed(self.empty, self.device, loaded_dtype(self.empty, dtype))
-        return (
-            pass_seconds(self.empty, self.plan.measurement, speed, *self.plan.passes(self.empty)) / self.workers.count
-        )
+        speed = speed_for(self.empty, self.plan, self.device, loaded_dtype(self.empty, dtype))
+        passes = self.plan.passes(self.empty)
+        return pass_seconds(self.empty, self.plan.measurement, speed, *passes) / self.workers.count
 
     def _moving_seconds(self, needed: MemoryEstimate) -> float:
         """Estimate the seconds of moving hidden states to where they wait and back, from measured speeds."""
@@ -199,6 +197,18 @@ class PlannedRun:
         if not changed:
             return advice.removeprefix("; ")
         return f"with {option_words(**changed)} about {duration(least)}{advice}"
+
+
+_SHORT = 3.0  # seconds of work at the slowest speed, for which the speed of the device is not measured
+
+
+def speed_for(model: PreTrainedModel, plan: RunPlan[Any], device: torch.device, dtype: torch.dtype) -> ReadingSpeed:
+    """Return the speed of a device at reading with a model; a low one for a plan that takes seconds on any device."""
+    from rope_ext_hf.reading.cost.operations import SLOWEST, measure_speed
+
+    if pass_seconds(model, plan.measurement, SLOWEST, *plan.passes(model)) < _SHORT:
+        return SLOWEST
+    return measure_speed(model, device, dtype)
 
 
 def pass_seconds(model: PreTrainedModel, measurement: Measurement, speed: ReadingSpeed, *passes: int) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.cli.console import print_note, progress_bar
-from rope_ext_hf.cli.planned_runs import pass_seconds
+from rope_ext_hf.cli.planned_runs import pass_seconds, speed_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +25,6 @@ def shown_progress(workers: Workers | None = None) -> Progress:
     """
     # torch is imported with the base class, so that the class cannot stand at the top of this module
     from rope_ext_hf.reading.cost.memory import estimate_memory, estimate_whole_memory
-    from rope_ext_hf.reading.cost.operations import measure_speed
     from rope_ext_hf.reading.scorer import TokenScorer
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
@@ -39,7 +38,7 @@ def shown_progress(workers: Workers | None = None) -> Progress:
         def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
             self.bar = self.closing.enter_context(progress_bar("unpatched", show=first))
             self.model, self.plan, self.passes = model, plan, plan.passes(model)
-            speed = measure_speed(model, model.device, model.dtype)
+            speed = speed_for(model, plan, model.device, model.dtype)
             self.work = cache(partial(pass_seconds, model, plan.measurement, speed))
             self.bar.left.total = self.work(*self.passes) / processes.count
             self.bar.left.largest = self.work(max(self.passes, default=0))

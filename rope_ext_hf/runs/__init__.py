@@ -1,1 +1,14 @@
-"""Runs: what they measure, their folders, their results, and the conclusions from them."""
+"""Runs: what they measure, their folders, their results, and the conclusions from them.
+
+measurement, kinds: what a run measures; perplexity and retrieval are in `rope_ext_hf.eval`.
+chosen_methods: the methods that a user named, for one model.
+preflight: the memory that a run needs, checked before weights are read.
+runner: the loop over methods, documents and lengths.
+run, tables: the results, and how they are shown.
+comparison: several runs of one model.
+workers: processes that share a run.
+
+The rooms behind them:
+    folder: journal, identity, run file and report of a run.
+    conclusions: statistics, verdicts, sentences and charts.
+"""

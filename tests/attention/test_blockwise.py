@@ -21,8 +21,8 @@ from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable, TokenPositions
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import UNBOUNDED, Rotary
+from rope_ext_hf.methods.dual_chunk import DualChunk
 from rope_ext_hf.methods.grouped import JetLong, SelfExtend
-from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import LeakyReRoPE, RemappingMethod, ReRoPE
 from rope_ext_hf.methods.stairs import Stairs

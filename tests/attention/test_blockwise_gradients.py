@@ -12,8 +12,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.attention import blockwise as attending
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable, ScoreModifiers, TokenPositions
+from rope_ext_hf.methods.dual_chunk import DualChunk
 from rope_ext_hf.methods.grouped import JetLong, SelfExtend
-from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.remapping import LeakyReRoPE, RemappingMethod, ReRoPE
 from rope_ext_hf.methods.stairs import Stairs
 from rope_ext_hf.rotary.key_rotation import KeyLayout

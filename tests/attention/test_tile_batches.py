@@ -17,7 +17,7 @@ from rope_ext_hf.attention.tile_batches import (
     kernel_calls,
     strided_spans,
 )
-from rope_ext_hf.methods.input_chunks import DualChunk
+from rope_ext_hf.methods.dual_chunk import DualChunk
 from rope_ext_hf.methods.remapping import ReRoPE
 from rope_ext_hf.methods.stairs import Stairs
 from rope_ext_hf.methods.tiles import Tile

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.rows.head_blocks import RowLayout
-from rope_ext_hf.checkpoints.rows.reordering import reordered
+from rope_ext_hf.checkpoints.rows.loaded_rows import reordered
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.reading.text.documents import Tokens
 from tests.support.models import FAMILIES, build, build_known, logits, tokens

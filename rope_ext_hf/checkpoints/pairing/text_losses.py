@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.checkpoints.pairing.pairing_report import TextLosses
 from rope_ext_hf.checkpoints.pairing.query_key_weights import RotatedWeights
-from rope_ext_hf.checkpoints.rows.reordering import reordered
+from rope_ext_hf.checkpoints.rows.loaded_rows import reordered
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
 from rope_ext_hf.hub import leading_tokens, load_tokenizer
 from rope_ext_hf.models.family_settings import class_pairing

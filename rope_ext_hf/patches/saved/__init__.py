@@ -6,4 +6,7 @@ adapters: the record of a patch in the folder of a PEFT adapter, and loading the
 generation_length: lengths that are stated beside the config.
 fingerprint: compare what rotates in two models.
 gguf_models: models in GGUF files.
+
+The settings in config.json and the record of the patch are in `patched_config` and `patch_records` of
+`rope_ext_hf.models`; `rope_ext_hf.patches.loading` reads them back.
 """

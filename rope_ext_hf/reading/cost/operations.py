@@ -18,7 +18,7 @@ from rope_ext_hf.reading.larger.waiting_states import measure_moving
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["MINUTES", "ReadingSpeed", "estimate_flops", "measure_flops", "measure_speed", "moving_seconds"]
+__all__ = ["MINUTES", "SLOWEST", "ReadingSpeed", "estimate_flops", "measure_flops", "measure_speed", "moving_seconds"]
 
 EFFICIENCY = 0.5
 """The share of the speed of a large matrix product that reading text was measured to reach."""
@@ -72,6 +72,10 @@ class ReadingSpeed:
         )
         few_tokens = short_passes * (body + embedding) / self.weights
         return float(many_tokens + few_tokens + (len(lengths) + short_passes) * layers * _CALLS / self.calls)
+
+
+SLOWEST = ReadingSpeed(products=1e10, attention=1e10, elements=1e8, weights=5e8, calls=1e5)
+"""Speeds that any device reaches on which such models are read: work of a few seconds at them is not measured."""
 
 
 def measure_speed(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.rows.reordering import reordered
+from rope_ext_hf.checkpoints.rows.loaded_rows import reordered
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
