@@ -54,9 +54,13 @@ def shown_progress(workers: Workers | None = None) -> Progress:
 
         def reading(self, scorer: Any) -> None:
             if first:
-                print_note("read", scorer.reading)
-                if isinstance(scorer, TokenScorer) and self.passes:
-                    self.needed_after_all(scorer)
+                in_the_library = isinstance(scorer, TokenScorer) and self.passes
+                if in_the_library and self.plan.measurement.by_layer and scorer.reads_at_once(max(self.passes)):
+                    print_note("read", "each text at once")
+                else:
+                    print_note("read", scorer.reading)
+                    if in_the_library:
+                        self.needed_after_all(scorer)
                 self.bar.left.begin()
 
         def needed_after_all(self, scorer: TokenScorer) -> None:

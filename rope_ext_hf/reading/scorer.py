@@ -4,8 +4,9 @@
     nats = scorer.losses(ids, first=1024)      # one number per token from the 1024th on
     scorer.reading                             # "in chunks of 512 tokens", or "whole: " and the reason
 
-A model is read in chunks (`chunked_reader`) if a check at the beginning shows that this gives the logits of an ordinary
-forward (`chunk_check`); else every span is read whole (`whole_reader`).
+The losses of a text that is no longer than a chunk come from one forward of the decoder, and the head on a part of its
+tokens at a time. Longer texts are read in chunks (`chunked_reader`). Which of these ways give the logits of an ordinary
+forward is checked on a few tokens (`chunk_check`); where none does, every text is read whole (`whole_reader`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -27,10 +29,10 @@ from rope_ext_hf.patches.slots.patched_slot import Slot, patched_slots, tables_o
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.reading.cost.memory import available, budgets, waiting_bytes, widest_activation
 from rope_ext_hf.reading.larger.offloaded_weights import device_of_ids, is_offloaded
-from rope_ext_hf.reading.through.chunk_check import CHECKED_TOKENS, why_not_in_chunks
+from rope_ext_hf.reading.through.chunk_check import CHECKED_TOKENS, reads_at_once, why_not_in_chunks
 from rope_ext_hf.reading.through.chunked_reader import ChunkedReader, UseOfOutputs
 from rope_ext_hf.reading.through.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
-from rope_ext_hf.reading.through.whole_reader import whole_logits
+from rope_ext_hf.reading.through.whole_reader import decoder_outputs, whole_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -130,7 +132,15 @@ class TokenScorer:
         # with the same method can be held at a length, so that the model is read in chunks as other patches are.
         self._own_method = own[0].method if self._follows_the_input and len(own) == 1 else None
         with torch.inference_mode(), self._held_length(CHECKED_TOKENS):
-            self.whole_because = why_not_in_chunks(self.reader, self._device)
+            self._at_once = reads_at_once(self.reader, self._device)
+        if not self.reads_at_once(longest or 1):
+            self.whole_because  # noqa: B018 - checked before any text is read, and before the model is patched again
+
+    @cached_property
+    def whole_because(self) -> str | None:
+        """The reason why texts cannot be read in chunks; None: they can. It is found out when a text needs it."""
+        with torch.inference_mode(), self._held_length(CHECKED_TOKENS):
+            return why_not_in_chunks(self.reader, self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -182,6 +192,10 @@ class TokenScorer:
             return f"whole: {because}"
         return f"in chunks of {self.chunk:,} tokens{', layer by layer' if self.by_layer else ''}"
 
+    def reads_at_once(self, tokens: int) -> bool:
+        """Return whether the losses of a text of this many tokens come from one forward of the decoder."""
+        return self._at_once and tokens <= self.chunk and self.reader.stored is None
+
     @property
     def by_layer(self) -> bool:
         """True if losses are computed layer by layer, so that keys and values of one layer are held at a time."""
@@ -194,7 +208,7 @@ class TokenScorer:
         It is 0, so that texts are given one at a time, unless weights are offloaded. Then it is as many as a part of
         the free memory holds between two layers.
         """
-        if not (self.by_layer and is_offloaded(self.reader.decoder)):
+        if not (is_offloaded(self.reader.decoder) and self.by_layer):
             return 0
         config = self.model.config.get_text_config()
         per_token = waiting_bytes(config, 1, torch.finfo(self.model.dtype).bits // 8)
@@ -266,14 +280,27 @@ class TokenScorer:
         """
         texts = [(ids.to(self._device), first) for ids, first in texts]
         lengths = [len(ids) for ids, _ in texts]
-        with self._timed(sum(lengths)), self._held_length(length or max(lengths)):
-            if self.chunked:
+        held = length or max(lengths)
+        if self.reads_at_once(max(lengths)):
+            try:
+                with self._timed(sum(lengths)), self._held_length(held):
+                    return [self._losses_at_once(ids, first) for ids, first in texts]
+            except torch.OutOfMemoryError:
+                self._at_once = False  # chunks take less
+        chunked = self.chunked
+        with self._timed(sum(lengths)), self._held_length(held):
+            if chunked:
                 return self.reader.fit(lambda: [losses.cpu() for losses in self.reader.losses(texts)])
             logits = ([self._whole_logits(ids, len(ids) - first)] for ids, first in texts)
             return [
                 negative_log_likelihoods_(parts, ids[first:]).cpu()
                 for parts, (ids, first) in zip(logits, texts, strict=True)
             ]
+
+    def _losses_at_once(self, ids: Tensor, first: int) -> Tensor:
+        """Return the losses of a text that the decoder reads in one forward; the arguments are those of `losses`."""
+        outputs = decoder_outputs(self.reader.decoder, ids[:-1])[first - 1 :]
+        return self.head.losses(outputs, ids[first:].to(outputs.device)).cpu()
 
     @property
     def head(self) -> HeadLosses:
@@ -348,8 +375,9 @@ class TokenScorer:
             read = self.reader.read_prompt(prompt[:-1], count, shared=shared, again=again)
             return read, _scores(self.reader.answer_logits(spans, known), answers)
 
+        chunked = self.chunked
         with self._timed(0), self._held_length(length or known + count):
-            if self.chunked:
+            if chunked:
                 read, scores = self.reader.fit(read_in_chunks)
             else:
                 read, scores = known, _scores((self._whole_logits(span, count) for span in spans), answers)
@@ -380,8 +408,9 @@ class TokenScorer:
         def next_of_whole(ids: Tensor) -> Tensor:
             return self._whole_logits(torch.cat([ids, ids[-1:]]), 1)[-1]
 
+        chunked = self.chunked
         with self._timed(0), self._held_length(len(ids) + count):
-            generated = self.reader.fit(decode_in_chunks) if self.chunked else _greedy(next_of_whole, ids, count, stop)
+            generated = self.reader.fit(decode_in_chunks) if chunked else _greedy(next_of_whole, ids, count, stop)
         self._cost = self._cost.plus(Cost(len(ids) + len(generated)))
         return torch.tensor(generated, dtype=torch.int64)
 
@@ -391,9 +420,9 @@ class TokenScorer:
 
         `ids`: the text, (tokens,) int64. Length-dependent methods are held at the length of the text.
         """
-        ids = ids.to(self._device)
+        ids, chunked = ids.to(self._device), self.chunked
         with self._timed(len(ids)), self._held_length(len(ids)):
-            if self.chunked:
+            if chunked:
                 return self.reader.fit(lambda: self.reader.last_logits(ids, count))
             return self._whole_logits(ids, count, after=True)
 

@@ -40,7 +40,7 @@ def test_memory_is_said_again_where_a_model_is_read_otherwise(
     model_type: str, because: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny(model_type, vocab_size=512)
-    scorer = TokenScorer(model, longest=32)
+    scorer = TokenScorer(model, chunk=16, longest=32)
     monkeypatch.setattr(memory, "available", lambda device: 2**20)
     said = noted(model, scorer, capsys)
     assert scorer.reading in said

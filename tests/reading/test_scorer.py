@@ -14,9 +14,11 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from checks.losses import EQUAL, RESULT, measured
+from rope_ext_hf.reading import scorer as scorer_module
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.through import chunked_reader
 from rope_ext_hf.reading.through.span_cache import SpanCache, StoringCache
+from tests.support.dispatch import LargestTensor
 from tests.support.every_model import Entry, build, data, entries, tiny
 from tests.support.models import build as build_family
 
@@ -64,6 +66,44 @@ def ordinary_losses(model: Any, ids: Tensor) -> Tensor:
     """Return the losses (tokens - 1,) of one forward of the model."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
     return torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+
+
+AT_ONCE = {"llama": ["yarn", "dynamic-ntk", "rerope"], "gemma3": ["yarn"], "qwen3_moe": [], "cohere": ["ntk"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "method"), [(name, method) for name, methods in AT_ONCE.items() for method in (None, *methods)]
+)
+def test_a_short_text_is_read_at_once(family: str, method: str | None) -> None:
+    """One forward of the decoder gives the losses, and no chunk is read."""
+    model, ids = build_family(family, vocab_size=5000), torch.randint(3, 5000, (300,))
+    if method is not None:
+        rope.patch(model, method, target_length=512)
+    scorer = TokenScorer(model, head_bytes=64 * 1024 * 4)
+    with LargestTensor() as seen:
+        losses = scorer.losses(ids, 1)
+    torch.testing.assert_close(losses, ordinary_losses(model, ids), atol=EQUAL, rtol=0)
+    assert scorer.reader.cache is None
+    assert seen.elements < 300 * 5000 / 4
+    torch.testing.assert_close(TokenScorer(model, chunk=64).losses(ids, 100), losses[99:], atol=EQUAL, rtol=0)
+
+
+def test_a_text_that_is_too_long_for_the_memory_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no memory left")
+
+    model, ids = build_family("llama"), tokens(70)
+    scorer = TokenScorer(model)
+    assert scorer.reads_at_once(70)
+    monkeypatch.setattr(scorer_module, "decoder_outputs", fail)
+    torch.testing.assert_close(scorer.losses(ids, 1), ordinary_losses(model, ids), atol=EQUAL, rtol=0)
+    assert scorer.reader.cache is not None
+
+
+def test_attention_that_makes_all_scores_reads_in_chunks() -> None:
+    model = build_family("llama")
+    model.set_attn_implementation("eager")
+    assert not TokenScorer(model).reads_at_once(70)
 
 
 @torch.no_grad()
@@ -222,7 +262,7 @@ def test_failures_of_a_device_are_no_reason_to_read_whole(error: Exception, monk
 
     monkeypatch.setattr("rope_ext_hf.reading.through.chunked_attention.attend_from_kwargs", fail)
     with pytest.raises(type(error), match=str(error)):
-        TokenScorer(build_family("llama"))
+        TokenScorer(build_family("llama"), chunk=16, longest=32)
 
 
 def test_offloaded_tokens_are_one_run_of_memory() -> None:
@@ -247,6 +287,7 @@ def test_memory_is_allocated_for_the_longest_span_at_once(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(chunked_reader, "SpanCache", record)
     scorer = TokenScorer(build_family("llama"), chunk=37, longest=200)
+    assert scorer.chunked
     made.clear()  # the cache of the check
     for count in (50, 100, 200):
         scorer.losses(tokens(count), 1)
@@ -277,7 +318,7 @@ def test_a_measurement_leaves_no_cache_behind(method: str | None) -> None:
     gc.disable()
     try:
         with nullcontext() if method is None else rope.patched(model, method, target_length=512):
-            scorer = TokenScorer(model)
+            scorer = TokenScorer(model, chunk=37)
             scorer.losses(torch.arange(3, 90), 1)
             cache = weakref.ref(scorer.reader.cache)
             assert cache() is not None

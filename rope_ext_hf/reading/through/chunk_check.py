@@ -1,6 +1,7 @@
-"""Check that a model gives the same logits in chunks as in one ordinary forward, on a few tokens.
+"""Check which ways to read a model give the logits of an ordinary forward, on a few tokens.
 
-Then it is also found out whether its layers can be read one after the other (`layer_reader`). Offloaded weights come to
+Short texts are read at once: one forward of the decoder, then the head. Longer ones are read in chunks; for them it is
+also found out whether its layers can be read one after the other (`layer_reader`). Offloaded weights come to
 the device for each forward, so that a model with such weights is read layer by layer first: if that gives the logits of
 an ordinary forward, its weights have come twice, and nothing else is checked.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from rope_ext_hf.reading.through.chunked_attention import NotReadInChunksError
 from rope_ext_hf.reading.through.chunked_reader import ChunkedReader
 from rope_ext_hf.reading.through.layer_reader import LayerReader, NotReadByLayerError
 from rope_ext_hf.reading.through.span_cache import SpanCache
-from rope_ext_hf.reading.through.whole_reader import whole_logits
+from rope_ext_hf.reading.through.whole_reader import decoder_outputs, whole_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,6 +34,45 @@ if TYPE_CHECKING:
 CHECKED_TOKENS = 12
 """Tokens of the check. No window needs more of them, because windows are taken from the masks themselves."""
 _CHUNK = 5  # puts several tokens onto an empty cache, several onto one that is not empty, and a single one
+
+
+def reads_at_once(reader: ChunkedReader, device: torch.device) -> bool:
+    """Return whether one forward of the decoder, and then its head on a part of the tokens, give the model's logits.
+
+    If so, the setting `finish` of the reader is set to that with which the logits were equal. Weights that are brought
+    to the device for each forward, and attention that makes a (length, length) tensor, are left to the other ways.
+
+    Raises:
+        UnsupportedModelError: as `why_not_in_chunks`.
+    """
+    model, decoder = reader.model, reader.decoder
+    if is_offloaded(decoder) or decoder is model or reader.head is None or _makes_all_scores(decoder):
+        return False
+    ids = _checked_ids(model, device)
+    expected = _ordinary_logits(reader, ids)
+    _check_causal(reader, ids, expected)
+    hidden = decoder_outputs(decoder, ids[:-1])
+    for finish in (True, False):
+        reader.finish = finish
+        if _difference(reader.head_losses.logits(hidden), expected) <= _bounds(model.dtype)[0]:
+            return True
+    reader.finish = True
+    return False
+
+
+def _makes_all_scores(decoder: Any) -> bool:
+    """Return whether the attention of a decoder makes a tensor of the scores of all queries and keys."""
+    return bool(decoder.config._attn_implementation == "eager")
+
+
+def _checked_ids(model: PreTrainedModel, device: torch.device) -> Tensor:
+    """Return the tokens of a check, (tokens,) int64.
+
+    They are spread over the vocabulary: the first and the last ids are special tokens in most models, untrained in
+    some.
+    """
+    vocabulary = vocabulary_size(model)
+    return torch.linspace(vocabulary // 8, 7 * vocabulary // 8, CHECKED_TOKENS, device=device).long()
 
 
 def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None:
@@ -45,9 +85,7 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
         UnsupportedModelError: the model does not run on token ids alone, or sees the tokens that it is to predict.
     """
     model = reader.model
-    # Spread over the vocabulary: the first and the last ids are special tokens in most models, untrained in some.
-    vocabulary = vocabulary_size(model)
-    ids = torch.linspace(vocabulary // 8, 7 * vocabulary // 8, CHECKED_TOKENS, device=device).long()
+    ids = _checked_ids(model, device)
     expected, first_trial = None, None
     if is_offloaded(reader.decoder):
         expected, first_trial = _trial_by_layer(reader, ids)

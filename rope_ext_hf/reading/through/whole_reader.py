@@ -1,4 +1,4 @@
-"""Read a text in one ordinary forward of its model, as every model class can."""
+"""Read a text in one ordinary forward: of its model, as every class can, or of its decoder, for losses."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from rope_ext_hf.reading.through.span_cache import StoringCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def decoder_outputs(decoder: Any, ids: Tensor) -> Tensor:
+    """Return the outputs of a decoder for a text that is read in one forward, (tokens, hidden); `ids` are (tokens,)."""
+    outputs: Tensor = decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+    return outputs
 
 
 def whole_logits(

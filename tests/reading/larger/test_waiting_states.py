@@ -92,7 +92,7 @@ def mapped(folder: Path) -> list[str]:
 def test_the_file_has_no_name_and_is_gone_after_an_error(folder: Path) -> None:
     """A file without a name needs nobody to remove it, so that no error and no signal leaves it behind."""
     model = build("llama")
-    scorer = TokenScorer(model, chunk=CHUNK)
+    scorer = TokenScorer(model, chunk=CHUNK, longest=150)
     scorer.reader.place = "disk"
     seen: list[tuple[int, int]] = []
 
@@ -114,7 +114,7 @@ def test_a_full_disk_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    scorer = TokenScorer(build("llama"), chunk=CHUNK)
+    scorer = TokenScorer(build("llama"), chunk=CHUNK, longest=150)
     scorer.reader.place = "disk"
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(rope.FileError, match=r"temporary' is full .* set TMPDIR to a folder on a larger disk"):

@@ -113,7 +113,7 @@ def test_a_decoder_that_hands_on_more_is_read_chunk_by_chunk(of_type: str) -> No
 
 def held_by_keys(model: Any, length: int) -> int:
     """Return the bytes that keys and values take while the last layer reads the end of a text."""
-    scorer, held = TokenScorer(model, chunk=CHUNK), dict[int, int]()
+    scorer, held = TokenScorer(model, chunk=CHUNK, longest=CHUNK + 1), dict[int, int]()
 
     def look(*_: Any) -> None:
         cache = scorer.reader.cache
@@ -195,7 +195,7 @@ def test_less_memory_is_tried_again_with_smaller_chunks(monkeypatch: pytest.Monk
 
 def test_the_layers_are_in_their_places_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
-    scorer, layers = TokenScorer(model, chunk=CHUNK), list(model.model.layers)
+    scorer, layers = TokenScorer(model, chunk=CHUNK, longest=50), list(model.model.layers)
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("embeddings failed")
