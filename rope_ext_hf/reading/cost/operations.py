@@ -74,8 +74,8 @@ class ReadingSpeed:
         return float(many_tokens + few_tokens + (len(lengths) + short_passes) * layers * _CALLS / self.calls)
 
 
-SLOWEST = ReadingSpeed(products=1e10, attention=1e10, elements=1e8, weights=5e8, calls=1e5)
-"""Speeds that any device reaches on which such models are read: work of a few seconds at them is not measured."""
+SLOWEST = ReadingSpeed(products=2e10, attention=2e10, elements=5e8, weights=5e8, calls=3e5)
+"""Low speeds, at which work of a few seconds is estimated; measuring the speed of the device would take longer."""
 
 
 def measure_speed(
