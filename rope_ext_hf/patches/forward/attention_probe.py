@@ -93,7 +93,7 @@ def _computes_the_same(module: nn.Module, query: Tensor, key: Tensor, value: Ten
     """Return whether our attention and that of the module's class agree on random numbers of these shapes.
 
     Our function reads the keywords of an attention function by their names, so that it would miss a scale, a soft cap
-    or a sink under a new name. What a keyword means is what the class does with it in its `eager_attention_forward`.
+    or a sink under a new name. The meaning of a keyword is its effect in the `eager_attention_forward` of the class.
     True also where there is nothing to compare with.
     """
     eager = _eager_attention(module)

@@ -53,7 +53,7 @@ class LayerRows:
             "self_attn.q_proj"; empty: the layer does not rotate.
         saved: the same by the names under which transformers saves them, where these names differ, or where it joins
             several weights in one.
-        parts: for each name in `saved`, the names in `rotated` of what it holds.
+        parts: for each name in `saved`, the names in `rotated` of the weights that it holds.
         names: the names of all tensors inside the layer, such as "self_attn.q_proj.weight", in both forms.
     """
 

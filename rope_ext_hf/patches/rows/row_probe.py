@@ -55,7 +55,7 @@ _TEXTS = 4
 """The number of texts that are run at once, so that a pair of dims is seen with many values."""
 _TOKENS = (11, 139)
 """The lengths of the texts: the second one where the first is too short for some weight to be used. They are prime, so
-that no size of a model is equal to one, and tell keys from dims."""
+that no size of a model is equal to one, and keys cannot be confused with dims."""
 
 
 class _TooShortError(NotUnderstoodError):
