@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["evaluating", "set_to", "trying"]
 
 _LIBRARIES_WITH_HOOKS = {"torch", "transformers", "accelerate", "deepspeed", "rope_ext_hf"}
-"""Libraries whose forward hooks belong to what a model computes: they gather or derive its weights, for example."""
+"""Libraries whose forward hooks are a part of a model's computation: they gather or derive its weights, for example."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
