@@ -203,7 +203,7 @@ class LayerReader:
         return texts
 
     def _begin(self, decode: Callable[..., Tensor], ids: Tensor, cache: SpanCache, chunk: int, place: Place) -> _Text:
-        """Return a text before the first layer, and what the layers will be given."""
+        """Return a text before the first layer, with the arguments that the layers will get."""
         text = _Text(ids, [], WaitingStates(place, len(ids)))
 
         def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
