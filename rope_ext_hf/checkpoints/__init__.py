@@ -6,7 +6,7 @@ live_model: convert a loaded model.
 folder_copies: patched copies of a folder, whose weights are not read.
 gguf_import: convert a GGUF file into a folder.
 
-The rooms behind them:
+Folders that these modules use:
     rows: which rows of a tensor rotate, and their order in each pairing.
     pairing: the pairing that a config states, or that the weights show.
     files: weights, read one tensor at a time, and which other files a copy gets.

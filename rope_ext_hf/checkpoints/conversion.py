@@ -123,7 +123,7 @@ def convert_checkpoint(
         gguf = GGUFImport(Path(src).expanduser(), dst, to, dequantize=dequantize)
         return gguf.run(resume=resume, verify=verify, progress=progress)
     if dequantize is not None:
-        raise CheckpointError(f"dequantize is for GGUF files, and {short(str(src))!r} is none; leave it out")
+        raise CheckpointError(f"dequantize is for GGUF files, and {short(str(src))!r} is not one; leave it out")
     source = open_checkpoint(src, revision=revision, trust_remote_code=trust_remote_code)
     if to == "hf":
         to = _pairing_of_class(source)

@@ -173,7 +173,7 @@ def _config_folder(folder: Path, adapter: Adapter | None) -> Path:
 
 
 def _stated_config(folder: Path) -> Any | None:
-    """Return the config of a folder, where its config.json settles it; None: its class has to be asked."""
+    """Return the config of a folder, where its config.json settles it; None: its class has to be imported."""
     from transformers.configuration_utils import PreTrainedConfig
 
     values, _ = PreTrainedConfig.get_config_dict(folder)
@@ -191,7 +191,7 @@ _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def stated_config(values: Mapping[str, Any]) -> Any | None:
-    """Return the config that a config.json describes, without its class; None: the class has to be asked.
+    """Return the config that a config.json describes, without its class; None: the class has to be imported.
 
     The config has the sizes that decide which rows rotate, and its rope settings under `rope_parameters`, as
     transformers 5 writes them. What its class would add, such as defaults, is missing.
@@ -219,7 +219,7 @@ def stated_config(values: Mapping[str, Any]) -> Any | None:
 
 
 def _rope_parameters(values: Mapping[str, Any], known: Family) -> dict[str, Any] | None:
-    """Return the rope settings of a config.json, as transformers 5 writes them; None: its class has to be asked."""
+    """Return the rope settings of a config.json, as transformers 5 writes them; None: its class is needed."""
     stated = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(stated, Mapping) or any(isinstance(value, Mapping) for value in stated.values()):
         return None  # settings for each layer type

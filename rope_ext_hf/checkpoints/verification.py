@@ -33,7 +33,7 @@ _TOKENS = 4  # random inputs
 _ROWS = 1024  # rows of a weight that are in float64 at a time
 _SCORE_TOLERANCE = 1e-5  # in standard deviations of the scores
 _LOGIT_TOLERANCE = 1e-3  # in standard deviations of the logits; nearly always they are equal bit for bit
-_NOT_RENAMED = "the new folder did not get its name"
+_NOT_RENAMED = "the new folder was not created"
 _SCALES = re.compile("scale|magnitude|SCB")  # parameters that multiply the output of others
 
 

@@ -259,7 +259,7 @@ def _keep_results_apart() -> None:
     """Send everything that is written to file descriptor 1 to standard error, except for `sys.stdout`.
 
     `results_to` redirects what Python code prints. Compiled code, such as that of tokenizers, writes to the descriptor
-    itself, and its messages would end up among the results, inside JSON say.
+    itself, and its messages would end up among the results, for example inside JSON.
     """
     results = os.dup(1)
     os.dup2(2, 1)

@@ -10,7 +10,7 @@ is a parameter of its own. When typer calls that function with the values that w
 them and calls the command. Commands and dataclasses have three kinds of parameters:
 
 - a dataclass, which stands for its own parameters;
-- a field described by `argument`, as all fields of a `Options` are. It becomes an option as its `Argument` says;
+- a field described by `argument`, as all fields of an `Options` class are. It becomes an option as its `Argument` says;
 - everything else, such as `Annotated[str, typer.Argument(...)]`. typer gets it as it is.
 
 Importing this module does not import torch, so that --help answers at once.
@@ -119,7 +119,7 @@ _OPTION_TYPES = {"int": int, "float": float, "bool": bool, "Path": Path}  # of f
 
 
 def _option(options: type[Options], field: Field[Any], argument: Argument) -> inspect.Parameter:
-    """Return the function parameter from which typer makes the option for one field of a `Options` class."""
+    """Return the function parameter from which typer makes the option for one field of an `Options` class."""
     value_type: Any = _OPTION_TYPES.get(kind_of(field), str)
     if argument.parse:
         value_type = str
@@ -210,7 +210,7 @@ def _is_typed(context: typer.Context, name: str) -> bool:
 
 
 def _arguments(group: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a command, or of a dataclass that is not a `Options`, built from typed values."""
+    """Return the arguments of a command, or of a dataclass that is not an `Options` class, built from typed values."""
     types = get_type_hints(group)
     arguments: dict[str, Any] = _built(_own_options(group), values).arguments
     for name in inspect.signature(group).parameters.keys() - arguments.keys():
@@ -219,7 +219,7 @@ def _arguments(group: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _built(kind: Any, values: dict[str, Any]) -> Any:
-    """Return an instance of a `Options` or another dataclass, built from the values of its options."""
+    """Return an instance of an `Options` class or another dataclass, built from the values of its options."""
     if not _has_arguments(kind):
         return kind(**_arguments(kind, values))
     arguments = {field.name: values[field.name] for field, _ in kind.described_fields() if field.name in values}
@@ -233,7 +233,7 @@ def _built(kind: Any, values: dict[str, Any]) -> Any:
 
 
 def _with_option_names(message: str, options: type[Options]) -> str:
-    """Return an error message with fields of a `Options` written as options: `--max-spans` instead of `max_spans`.
+    """Return an error message with fields of an `Options` class as options: `--max-spans`, not `max_spans`.
 
     Messages name fields in three places: "trials must be ...", "...; give lengths, ..." and "what data names".
     """

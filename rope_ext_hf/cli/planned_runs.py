@@ -38,7 +38,7 @@ class PlannedRun:
         load: the options for loading it.
         plan: the plan of the measurement.
         workers: the processes that share the run; the first one prints.
-        options: the options of the measurement, with others of which it would take less time; None: there are none.
+        options: the options of the measurement, which may be changed to take less time; None: there are none.
     """
 
     name: str
@@ -157,7 +157,7 @@ class PlannedRun:
         return pass_seconds(self.empty, self.plan.measurement, speed, *passes) / self.workers.count
 
     def _moving_seconds(self, needed: MemoryEstimate) -> float:
-        """Estimate the seconds of moving hidden states to where they wait and back, from measured speeds."""
+        """Estimate the seconds of moving hidden states to their waiting place and back, from measured speeds."""
         from rope_ext_hf.reading.cost.operations import moving_seconds
 
         longest = max(self.plan.measurement.passes)

@@ -191,7 +191,7 @@ class Perplexity(MeasurementOptions):
         metavar="UNIT",
     )
     data_name: str | None = argument(
-        None, "What the text is called in results. Default: its name where it is given by one.", option=False
+        None, "The name of the text in results. Default: the name by which it is given.", option=False
     )
 
     def __post_init__(self) -> None:

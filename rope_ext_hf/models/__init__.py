@@ -1,8 +1,8 @@
 """Statements of a model, its config.json and its class about rope settings, layers and weights.
 
 config, config_keys: the rotary embedding that a config states.
-patched_config, patch_records, engine_keys: a patch in a config: settings for transformers, the record, keys for others.
-families, family_settings: what a model type does as no others do (families.toml), and its sizes and pairing.
+patched_config, patch_records, engine_keys: a patch in a config: its record, and its settings for each program.
+families, family_settings: the peculiarities of each model type (families.toml), and its sizes and pairing.
 layer_types: which layers attend to everything, which rotate, and by which rotary embedding.
 recipes: what publishers state about the context of their models (recipes.toml).
 model_classes, small_models: the class for a config, and small random models of it.

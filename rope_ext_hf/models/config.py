@@ -229,6 +229,6 @@ def _attn_factor_note(settings: Mapping[str, Any]) -> str:
     if settings.get("attn_factor", 1) == 1 or settings.get("attention_factor") is not None:
         return ""
     return (
-        f"attn_factor {settings['attn_factor']!r} of its yarn is not read by transformers, and is by some engines: "
-        "state it as attention_factor, times 0.1 ln s + 1, to have it everywhere."
+        f"attn_factor {settings['attn_factor']!r} of its yarn settings is read by some engines, but not by "
+        "transformers. For the same result everywhere, multiply it by 0.1 ln s + 1 and state it as attention_factor."
     )

@@ -1,6 +1,6 @@
 """The family table, `families.toml`, which states what a live model does not reveal about itself.
 
-The comments of the table explain its fields. What the classes of a single family do, and no others, is a function here.
+The comments of the table explain its fields. A peculiarity of the classes of a single family is a function here.
 """
 
 # Annotations are not postponed: `strict` checks values against the types themselves.
@@ -176,7 +176,7 @@ def _number(value: Any) -> ConfigNumber:
     return ConfigNumber(**value) if isinstance(value, dict) else ConfigNumber(product=[value])
 
 
-# --- what the classes of a single family do, and no others: one function each ---------------------------------------
+# --- peculiarities of the classes of a single family: one function each ---------------------------------------------
 
 
 def rotates_back(model_type: str) -> bool:

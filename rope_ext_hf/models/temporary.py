@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["evaluating", "set_to", "trying"]
 
 _LIBRARIES_WITH_HOOKS = {"torch", "transformers", "accelerate", "deepspeed", "rope_ext_hf"}
-"""Libraries whose forward hooks belong to what a model computes: they gather or derive its weights, for example."""
+"""Libraries whose forward hooks are a part of a model's computation: they gather or derive its weights, for example."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -22,7 +22,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put every module of a model into eval mode inside a `with` block, and back into its own mode at the end.
 
-    `model.eval()` would call the `train` method of every module, which a patched slot takes for a sign of training.
+    `model.eval()` would call the `train` method of every module, which a `PatchedRotaryEmbedding` takes for a sign of
+    training.
     """
     modes = {name: module.training for name, module in model.named_modules()}
     for module in model.modules():
@@ -39,10 +40,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def trying(model: nn.Module) -> Iterator[None]:
-    """Let this package run tokens through a model inside a `with` block: in eval mode, and unseen by its user's hooks.
+    """Let this package run tokens through a model inside a `with` block: in eval mode, and without its user's hooks.
 
-    A forward hook of the user's counts, records or changes what the user runs, and would take a trial for that. Hooks
-    of the libraries by which the model computes stay.
+    A forward hook of the user's counts, records or changes the forwards that the user runs, and a trial is not one of
+    them. Hooks of libraries that the model computes with stay.
     """
     put_aside = []
     with evaluating(model):

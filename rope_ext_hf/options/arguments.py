@@ -32,7 +32,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 @dataclass(frozen=True)
 class Argument:
-    """Help text, limits and option names for one field of a `Options`, which is one argument of a command."""
+    """Help text, limits and option names for one field of an `Options` class, which is one argument of a command."""
 
     help: str  # the help of the option
     metavar: str | None = None  # the name of its value in the help

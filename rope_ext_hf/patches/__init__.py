@@ -1,6 +1,6 @@
 """The patch: how a method gets into a live model of transformers, and out of it again.
 
-The door:
+Modules that other packages call:
     patching: put a method into a live model, take it out, hold one length; the functions that users call.
     planning: work out and check everything that a patch changes, and leave the model as it is.
     applying: change a model as planned, after a trial with a cache where it needs one, and take patches off again.
@@ -11,12 +11,12 @@ The door:
     whole_models: extend the patch of a part to the model around it, before that is saved.
     small_replica: try a patch on a small random model, where the weights are not at hand.
 
-The rooms behind it:
+Folders that these modules use:
     slots: the rotary modules of a model, and what stands in their place.
     forward: one forward of a patched decoder, under length-dependent and remapping methods.
     rows: which rows of a weight rotate.
-    trials: what is tried once before a patch is accepted, and what is refused.
+    trials: tests that run once before a patch is accepted, and refusals.
     saved: patched models on disk.
 
-What a model, its config and its class say of themselves is in `rope_ext_hf.models`.
+`rope_ext_hf.models` reads what a model, its config and its class state about RoPE.
 """

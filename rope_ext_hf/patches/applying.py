@@ -57,7 +57,8 @@ def reapply(model: M, specs: Sequence[Patch], earlier: Sequence[PatchedRotaryEmb
 
     Args:
         model, specs: as `plan_replay` takes them.
-        earlier: the modules that stood in the slots under this patch. What they have remembered and trained goes on.
+        earlier: the modules that stood in the slots under this patch. The new modules take over their memory and their
+            trained values.
 
     Raises:
         CheckpointError, MethodError, UnsupportedModelError: as `plan_replay` raises them.
@@ -91,7 +92,7 @@ def apply_plan(plan: PatchPlan) -> None:
             check_names(decoder_of(model, slot.parent))
     modules = [
         make_replacement(slot, method, state.spec.rotary, state) for slot in plan.slots
-    ]  # may still refuse a value
+    ]  # may still raise MethodError
     before, slots = active_patches(model), patched_slots(model)
     try:
         if hooks is not None:
@@ -112,7 +113,7 @@ def apply_plan(plan: PatchPlan) -> None:
 
 
 def _before_use(slot: PatchedRotaryEmbedding) -> None:
-    """Check who trains a patched model, and see to it that the whole model states the patch of a part."""
+    """Check the trainers of a patched model, and extend the patch of a part to the whole model."""
     check_trainers_above(slot)
     cover_models_above(slot)
 
@@ -130,7 +131,7 @@ def _hooks_for(spec: Patch) -> type[DecoderHooks] | None:
 
 
 def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
-    """Test the first patch of its kind on a class of decoders: does it compute the same with a cache as without?
+    """Test whether the first patch of its kind on a class of decoders computes the same with a cache as without.
 
     Afterwards the model may lack the patch that it had, which the patch that is being applied replaces anyway.
     """

@@ -153,7 +153,7 @@ def _only_rope(described: Iterable[ConfigRope]) -> ConfigRope:
     return next(iter(by_rotary.values()))
 
 
-# Where the class of a model comes with its checkpoint and is not run here, there is only its config. The number of
+# If the class of a model comes with its checkpoint and is not run here, only its config is known. The number of
 # rotated dims then follows from sizes in the config; in a model it is that of the frequencies. All else is the same.
 
 

@@ -198,7 +198,7 @@ def describe(model: nn.Module | PatchPlan) -> Description:
 
 
 def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
-    """Return a text on how `save_pretrained` would write the method of a patched model, and on who can read that."""
+    """Return a text: how `save_pretrained` writes the method of a patched model, and which programs can read it."""
     encoding = state.encoding
     if modules_with_adapters(model):
         return SAVE_ROUTE
@@ -215,7 +215,7 @@ def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
     engines = engine_agreement(state)
     readers = ", ".join(["transformers 5", *engines.agreeing])
     if engines.by_source:
-        readers += f"; by their source code, not run here, also by {', '.join(engines.by_source)}"
+        readers += f"; by their source code, which was read but not run, also by {', '.join(engines.by_source)}"
     return f"transformers' own {encoding.rope_type!r}; known to be read right by {readers}"
 
 

@@ -1,4 +1,4 @@
-"""The lengths at which `fixed_length` holds a model: for all that stands in its slots while the block lasts.
+"""The lengths at which `fixed_length` holds a model, whatever patch it has while the block lasts.
 
 A hold is kept by the rotary modules that the model was loaded with. They stay with the model while patches come and go,
 so that a patch that is put on inside the block is held as well. Copies and pickles of the model are not held: they may

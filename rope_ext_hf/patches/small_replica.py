@@ -2,7 +2,7 @@
 
 `patch` refuses remapping and length-dependent methods by what a model computes: the order of its keys in a cache, a
 norm after the rotation, a mask of its own. That depends on its class and on the kinds of its layers, not on its sizes,
-so that a small model with random weights tells what a large one would.
+so that a small model with random weights gives the answer for a large one.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def check_without_weights(model: nn.Module) -> None:
     refused = _refused(small, lambda: reapply(small, small_specs))
     if refused is None:
         return
-    # Without weights the small model must take the patch, as the large one did; else it is its size that does not fit.
+    # The large model took the patch without its weights. If the small one does not without its own, its size is the
+    # reason.
     empty = empty_model(small.config)
     if _refused(empty, lambda: reapply(empty, small_specs)) is None:
         raise refused

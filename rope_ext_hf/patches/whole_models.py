@@ -3,10 +3,10 @@
     rope.patch(model.model, "yarn", factor=4)
     model.save_pretrained("longer")  # states yarn, as if `model` had been patched
 
-A patched decoder runs in any model that it stands in or is put into later, and nothing tells it about that model. What
-all ways of saving have in common is that the model collects its weights, or was put into a mode (`train`, `eval`)
-before: both reach the part, from methods of the whole that are on the stack of calls then. Weights from elsewhere that
-are saved without either (`save_pretrained(state_dict=...)`) do not reach it, and its patch is missing then.
+A patched decoder runs in any model that it stands in or is put into later, and does not know that model. Before a model
+is saved in any way, it collects its weights or is put into a mode (`train`, `eval`). Either calls a method of the part
+while a method of the whole is on the call stack. Weights from elsewhere that are saved without either
+(`save_pretrained(state_dict=...)`) do not reach it, and its patch is missing then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cover_models_above(slot: nn.Module, *_: Any) -> None:
 
     If it is being saved right now, the config that it has just written is completed. The class of a user may save the
     model inside it as its own way of saving, so that the innermost model that is being saved counts. Of models that are
-    put into a mode, the outermost counts whose config can state the patch.
+    put into a mode, the outermost one whose config can state the patch counts.
 
     Args:
         slot: the patched rotary module.

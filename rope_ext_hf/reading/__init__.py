@@ -4,7 +4,7 @@ protocols: the window, the stride, and which tokens are scored.
 spans: plan what is read: load, tokenise, and cut documents into spans by a protocol.
 scorer: the losses of tokens under a model.
 
-The rooms behind them:
+Folders that these modules use:
     text: documents from files, data sets and memory.
     through: run tokens through a model: whole, in chunks or layer by layer.
     larger: models and hidden states that do not fit the device.

@@ -80,7 +80,7 @@ class Protocol:
         one_pass: whether all lengths are read in one pass over the longest, so that no input of a shorter length is
             measured.
         recent: whether the model as loaded is also measured on the same targets with no more than its context length
-            to read, which is what a method has to do better than.
+            to read. A method has to do better than this reference.
     """
 
     name: str

@@ -203,7 +203,7 @@ class TokenScorer:
 
     @property
     def tokens_together(self) -> int:
-        """The number of tokens in texts that `losses_together` had better be given at once.
+        """The best number of tokens in all texts of one call of `losses_together`.
 
         It is 0, so that texts are given one at a time, unless weights are offloaded. Then it is as many as a part of
         the free memory holds between two layers.
@@ -216,7 +216,7 @@ class TokenScorer:
 
     @property
     def depends_on_total_length(self) -> bool:
-        """True if what the model makes of a token, patched as it is now, depends on the length of the whole input."""
+        """True if the output for a token, with the present patch, depends on the length of the whole input."""
         slots = patched_slots(self.model)
         if not slots:
             return self._follows_the_input
@@ -239,7 +239,7 @@ class TokenScorer:
 
     @contextmanager
     def _held_length(self, length: int) -> Iterator[None]:
-        """Hold what follows the length of the input at this length inside the with block.
+        """Hold all frequencies that follow the length of the input at this length inside the with block.
 
         A patched model has the length-dependent methods of its patches; an unpatched one may have a scaling of its own
         that follows the length.
@@ -320,9 +320,9 @@ class TokenScorer:
     def outputs_together(
         self, texts: Sequence[tuple[Tensor, int]], use: UseOfOutputs[T], *, length: int | None = None
     ) -> list[list[T]]:
-        """Read several texts, and return what `use` makes of the decoder's outputs that predict their scored tokens.
+        """Read several texts, and return the results of `use` for the decoder's outputs that predict scored tokens.
 
-        A decoder's output is what the head is given: the hidden state after the last norm. The outputs come one chunk
+        A decoder's output is the input of the head: the hidden state after the last norm. The outputs come one chunk
         at a time, and are not kept. Texts are read in the order of `losses_together`.
 
         Args:

@@ -8,7 +8,7 @@ run, tables: the results, and how they are shown.
 comparison: several runs of one model.
 workers: processes that share a run.
 
-The rooms behind them:
+Folders that these modules use:
     folder: journal, identity, run file and report of a run.
     conclusions: statistics, verdicts, sentences and charts.
 """

@@ -346,7 +346,7 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _in_words(settings: dict[str, Any], job: _Job) -> dict[str, str]:
-    """Return what all processes of a run must have in common, by its name in messages; long values become digests."""
+    """Return the values that all processes of a run must share, by name in messages; long values become digests."""
     values: dict[str, list[Any]] = {}
     for name, value in identifying(settings).items():
         values.setdefault(setting_name(name), []).append(value)

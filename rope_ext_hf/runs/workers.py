@@ -64,11 +64,11 @@ class _Meeting:
         self._thread.start()
         atexit.register(self._leave_at_exit)
 
-    def exchange(self, basis: Mapping[str, str]) -> None:
+    def exchange(self, values: Mapping[str, str]) -> None:
         """Wait for all processes, and check that all of them have the same values.
 
         Args:
-            basis: the values to compare, by the names that messages use for them.
+            values: the values to compare, by the names that messages use for them.
 
         Raises:
             MethodError: the processes have different values.
@@ -76,8 +76,8 @@ class _Meeting:
         """
         self._rounds += 1
         try:
-            self._store.set(f"basis/{self._rounds}/{self.rank}", json.dumps(dict(basis)))
-            every = [json.loads(self._wait_for(f"basis/{self._rounds}/{rank}")) for rank in range(self.count)]
+            self._store.set(f"values/{self._rounds}/{self.rank}", json.dumps(dict(values)))
+            every = [json.loads(self._wait_for(f"values/{self._rounds}/{rank}")) for rank in range(self.count)]
         except RuntimeError as error:
             raise RopeExtError(self.fault_behind(error) or one_line(error)) from error
         for rank, other in enumerate(every):
@@ -296,10 +296,10 @@ class Workers:
         if leave:
             self.meeting.leave(None)
 
-    def agree(self, basis: Mapping[str, str] | None = None) -> None:
-        """Wait for all processes, and raise MethodError unless all have the same values; `basis` has them by name."""
+    def agree(self, values: Mapping[str, str] | None = None) -> None:
+        """Wait for all processes, and raise MethodError unless all have the same `values` by name."""
         if self.meeting is not None:
-            self.meeting.exchange(basis or {})
+            self.meeting.exchange(values or {})
 
     def check(self) -> None:
         """Raise RopeExtError if another process has ended."""

@@ -5,7 +5,7 @@
     ('model', 'layers.0', 'self_attn', 'q_proj.lora_B.default.weight')
 
 `rest` is the name of a module inside the attention module ("q_proj"), and of one of its parameters
-("lora_B.default.weight"), whose kind `parameter_kind` tells.
+("lora_B.default.weight"), whose kind `parameter_kind` returns.
 """
 
 from __future__ import annotations

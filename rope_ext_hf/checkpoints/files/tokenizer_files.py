@@ -1,4 +1,4 @@
-"""The tokenizer in a converted folder: which files it got, and what reads them."""
+"""The tokenizer in a converted folder: the files that were copied, and the programs that read them."""
 
 from __future__ import annotations
 

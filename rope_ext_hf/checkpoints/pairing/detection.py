@@ -174,7 +174,7 @@ def _detect(
 # --- scores of the two pairings -----------------------------------------------------------------------------------
 
 
-_DECAY_LENGTHS = (256, 1024, 4096)  # tokens; each alone gives every benchmarked model the right sign, none is the best
+_DECAY_LENGTHS = (256, 1024, 4096)  # tokens; each alone gives the right sign for every benchmarked model
 
 
 def pairing_correlations(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor:

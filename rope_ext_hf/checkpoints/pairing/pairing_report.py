@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rope_ext_hf.terminal import Report
 
 _LEANING_SIGMA = 3.0
-"""Standard errors from which on a score is worth a remark: Gemma 3 270M in interleaved rows has 4."""
+"""The number of standard errors above which a score is worth a remark: Gemma 3 270M in interleaved rows has 4."""
 
 
 @dataclass(frozen=True)

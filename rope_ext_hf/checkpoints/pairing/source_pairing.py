@@ -33,12 +33,12 @@ class _SourcePairing:
 
     Attributes:
         pairing: "half" or "interleaved".
-        basis: a clause that says who states this pairing.
+        stated_by: a clause that says who states this pairing.
         detected: the pairing that was detected in the weights.
     """
 
     pairing: str
-    basis: str
+    stated_by: str
     detected: PairingReport
 
     @property
@@ -53,15 +53,15 @@ class _SourcePairing:
     def reasons(self) -> str:
         """A sentence that says who states the pairing, and what the weights show of it."""
         if self.is_contradicted:
-            return f"{self.basis}, but the weights look {_with_score(self.detected)}"
+            return f"{self.stated_by}, but the weights look {_with_score(self.detected)}"
         if self.detected.pairing is None and self.detected.leaning == other_pairing(self.pairing):
             return (
-                f"{self.basis}; the weights do not show it clearly, but look more like {_with_score(self.detected)}. "
-                f"{self._unsure}"
+                f"{self.stated_by}; the weights do not show it clearly, but look more like "
+                f"{_with_score(self.detected)}. {self._unsure}"
             )
         if self.detected.pairing is None:
-            return f"{self.basis}; the weights do not show it: {self.detected.reason}"
-        return f"{self.basis}, and the weights agree (score {_score(self.detected)})"
+            return f"{self.stated_by}; the weights do not show it: {self.detected.reason}"
+        return f"{self.stated_by}, and the weights agree (score {_score(self.detected)})"
 
     @property
     def _unsure(self) -> str:
@@ -98,7 +98,7 @@ class _SourcePairing:
         if self.detected.pairing == self.pairing:
             return f"the weights agree that the source is in the {self.pairing} pairing"
         return (
-            f"not verified: that the source is in the {self.pairing} pairing; {self.basis}, and the weights do not "
+            f"not verified: that the source is in the {self.pairing} pairing; {self.stated_by}, and the weights do not "
             "show it"
         )
 
@@ -128,7 +128,7 @@ def settle_pairing(
         CheckpointError: the weights contradict `configured`, or their pairing is not known; the message has the call to
             type.
     """
-    pairing, basis = (stated, "you stated it") if stated else (configured, f"{by} says so")
+    pairing, stated_by = (stated, "you stated it") if stated else (configured, f"{by} says so")
     if stated is None and detected.pairing not in (None, configured):
         if configured is None:
             statement = "and neither the config nor the model family says one"
@@ -144,7 +144,7 @@ def settle_pairing(
             f"says one, and the weights do not show it ({detected.reason}); state it: {command(to, 'half')}, or "
             "interleaved"
         )
-    return _SourcePairing(pairing, basis, detected)
+    return _SourcePairing(pairing, stated_by, detected)
 
 
 def pairing_of_source(

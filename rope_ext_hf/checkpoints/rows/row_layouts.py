@@ -181,7 +181,7 @@ class RotaryTensors:
         return prefix, ".".join(filter(None, (layer, self.renamed.get(last, last), module)))
 
     def held(self, tensor: str) -> tuple[str, set[str]] | None:
-        """Return what `locate` does, with all modules of the class that a tensor holds: several, where it joins them.
+        """Return the prefix and the modules of a rotated tensor, as `locate` does; several modules where it joins them.
 
         The layer has the name that it has in the class, too.
         """
@@ -196,7 +196,7 @@ class RotaryTensors:
         return prefix, {f"{self._stack}.{match['layer']}.{part}" for part in self._parts.get(inside, (inside,))}
 
     def split_name(self, tensor: str, *, further: bool = False) -> tuple[str, str, str] | None:
-        """Return what `locate` does, with attention and module apart: `model`, `layers.0.self_attn` and `q_proj`.
+        """Return prefix, attention and module of a rotated tensor: `model`, `layers.0.self_attn` and `q_proj`.
 
         The attention module is named as in the checkpoint. With `further`, only tensors in layers that predict further
         tokens have a result; without it, only all others.
@@ -313,7 +313,7 @@ def _blocks(layer: LayerConfig, rotary_dim: int) -> dict[str, HeadBlock]:
 def _row_layout(rows: ModuleRows, blocks: dict[str, HeadBlock], key_heads: int, module: str) -> RowLayout:
     """Return the row layout of one module from its entry in the family table."""
     repeat = key_heads if rows.repeat == KV_HEADS else int(rows.repeat)
-    # A norm that all heads share is named q_norm, key_layernorm and so on: its first letter tells its side.
+    # A norm that all heads share is named q_norm, key_layernorm and so on: its first letter states its side.
     norm_side = module.rpartition(".")[2][0]
     if "index_norm" in rows.blocks:
         norm_side = f"index_{norm_side}"

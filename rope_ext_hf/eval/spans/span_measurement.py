@@ -91,7 +91,7 @@ class SpanMeasurement(Measurement, Generic[V]):
             return entry[1].context if scorer.depends_on_total_length else 0
 
         for batch in grouped(passes, tokens_of, scorer.tokens_together, same_length):
-            scorer.take_cost()  # of what was read before, and belongs to no length
+            scorer.take_cost()  # drops the cost of earlier reading, which belongs to no length
             values_of_passes, cost = self.score(scorer, batch, progress)
             for (item, one_pass), values_of_pass in zip(batch, values_of_passes, strict=True):
                 progress(one_pass.stop - one_pass.start)

@@ -64,9 +64,10 @@ def remapped_attention(
             "arguments on to their attention"
         )
     mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
-    # Compiled code calls this computation as one operator, into which the compiler does not look: its tiles are others
-    # at every step, so it would be compiled again for each length. With gradients it is traced instead, because the
-    # operator has no backward; and when exporting, because an exported program must contain the computation itself.
+    # Compiled code calls this computation as one operator, into which the compiler does not look: the sizes of its
+    # tiles change at every step, so it would be compiled again for each length. With gradients it is traced instead,
+    # because the operator has no backward; and when exporting, because an exported program must contain the computation
+    # itself.
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not torch.is_grad_enabled():
         modifiers = kwargs.get("s_aux"), layer.index, kwargs.get("scaling"), kwargs.get("softcap")
         operator = torch.ops.rope_ext_hf.remapped_attention
@@ -126,7 +127,7 @@ def _attend_as_loaded(
 ) -> Tensor:
     """Return the output of the attention function that the model was loaded with.
 
-    It is as without a patch, bit for bit, where no query has a factor above 1.
+    Where no query has a factor above 1, the output is that of the unpatched model, bit for bit.
     """
     layer: Layer = module.__dict__[LAYER_ATTRIBUTE]
     query, key, value = qkv
@@ -214,7 +215,8 @@ def _operator(
 def _register_operator() -> None:
     """Add the operator to torch's table, once in a process.
 
-    Its tag keeps it out of CUDA graphs, which would repeat the kernels of one step at the next, which needs others.
+    Its tag keeps it out of CUDA graphs, which would repeat the kernels of one step at the next step, although that
+    needs other kernels.
     """
     operator = torch.library.custom_op(
         "rope_ext_hf::remapped_attention",
@@ -261,7 +263,7 @@ def attend_from_kwargs(
         (rows, tokens, heads, head_dim of the values), and None in the place of attention weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    in_order = positions.left_padding is not None  # else distances may be larger than there are keys
+    in_order = positions.left_padding is not None  # else a distance may exceed the number of keys
     bias = rule.score_bias(query.shape[1], positions.total if in_order else UNBOUNDED)
     modifiers = ScoreModifiers(softcap, s_aux, mask, dropout, bias)
     # (rows, heads, tokens, head_dim); transformers reshapes what is returned to (rows, tokens, heads * head_dim).

@@ -55,7 +55,7 @@ class RemappingHooks(DecoderHooks):
         self.layers: dict[int, nn.Module] = {}  # attention modules of the decoder by index; looked up when first needed
         self.places: Places = []  # where these modules stood when they were looked up
 
-    @graph_break  # it looks at values
+    @graph_break  # it branches on the values of tensors
     def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Work out the positions of all tokens, and pass them on to the attention modules inside."""
         if PROBE_RECORDS.get() is not None:  # a forward of attention_probe, with attention of its own

@@ -183,7 +183,7 @@ def run_as_loaded(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> 
 
 
 def places_of_queries(make_mask: Callable[..., Any], past: int, tokens: int, device: torch.device) -> dict[str, Any]:
-    """Return the arguments by which a mask function is told that its queries stand after `past` tokens."""
+    """Return the arguments that tell a mask function that its queries stand after `past` tokens."""
     if "cache_position" in inspect.signature(make_mask).parameters:  # in 5.0
         return {"cache_position": torch.arange(past, past + tokens, device=device)}
     return {"q_length": tokens, "q_offset": past}
@@ -224,7 +224,7 @@ def chunk_size(kwargs: Mapping[str, Any]) -> int | None:
 def _same_closure(first: Any, second: Any, *, any_tensor: bool = False) -> bool:
     """Return whether two functions are the same code around the same values, as two closures of one factory are.
 
-    transformers builds a mask from such functions, nested in each other; comparing them tells what a mask asks for.
+    transformers builds a mask from such functions, nested in each other; comparing them shows which keys a mask hides.
     Tensors around them count as different, or under `any_tensor` as the same.
     """
     if inspect.isfunction(first) and inspect.isfunction(second):

@@ -69,7 +69,7 @@ def _probe_attention(
 def _unsupported(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Return words for the part of an attention call that a remapping method cannot run; None if it can run all."""
+    """Return a name for the part of an attention call that a remapping method cannot run; None if it can run all."""
     refused = next((name for name in UNSUPPORTED_KWARGS if kwargs.get(name) is not None), None)
     if not getattr(module, "is_causal", True):
         refused = "attention that is not causal"
@@ -93,14 +93,14 @@ def _computes_the_same(module: nn.Module, query: Tensor, key: Tensor, value: Ten
     """Return whether our attention and that of the module's class agree on random numbers of these shapes.
 
     Our function reads the keywords of an attention function by their names, so that it would miss a scale, a soft cap
-    or a sink under a new name. What a keyword means is what the class does with it in its `eager_attention_forward`.
+    or a sink under a new name. The meaning of a keyword is its effect in the `eager_attention_forward` of the class.
     True also where there is nothing to compare with.
     """
     eager = _eager_attention(module)
     if eager is None or key.shape[-2] != query.shape[-2] or query.device.type == "meta":
         return True
     draws, at = torch.Generator().manual_seed(0), torch.arange(_TOKENS_COMPARED, device=query.device)[None]
-    # In float64 no product is rounded to TensorFloat-32; other devices than these have neither.
+    # In float64 no product is rounded to TensorFloat-32. Devices other than CPU and CUDA have neither type.
     dtype = torch.float64 if query.device.type in ("cpu", "cuda") else torch.float32
     q, k, v = (
         torch.randn(*x.shape[:2], _TOKENS_COMPARED, x.shape[-1], generator=draws).to(query.device, dtype)
@@ -250,11 +250,11 @@ def _check_sharding(model: nn.Module, decoder: nn.Module, method: RemappingMetho
 
 @dataclass(frozen=True)
 class _LayerReader:
-    """The reader of three probe runs: it tells from a layer's attention calls how the layer is to attend.
+    """A reader of three probe runs, which derives from a layer's attention calls how the layer is to attend.
 
     Attributes:
         method: the remapping method of the patch.
-        rotary: the geometry that it works on.
+        rotary: the rotary embedding that it extends.
         table: the angles of the frequencies that the runs rotated by.
         near: the positions of the first run, (1, tokens).
         far: the positions of the other runs, (1, tokens).

@@ -1,4 +1,4 @@
-"""One forward of a decoder: the arguments of its call, and what the hooks around it work out for the modules inside.
+"""One forward of a decoder: the arguments of its call, and the values that its hooks derive from them.
 
 A rotary module or an attention function is called deep inside the decoder, with few arguments. What it needs to know
 beyond them (which tokens are padding, how long each row is) is in the `ForwardContext` of the forward under way.
@@ -40,8 +40,8 @@ class GivenMask(ForwardState):
 
     The module may give the decoder another mask.
 
-    Gemma 3 with images, for example, prepares a mask of four dims, in which padding can no longer be told from other
-    places that are not seen.
+    Gemma 3 with images, for example, prepares a mask of four dims, in which padding looks like any other place that is
+    not seen.
     """
 
     attention_mask: Any = None  # the mask of that call; None: the call has none
@@ -67,7 +67,7 @@ class ForwardContext(ForwardState):
         packed: a row holds several inputs one after the other.
         cache_state: the record that is kept with the cache.
         cache_rows: how the keys of each row are rotated after this forward; under a length-dependent method.
-        undo: what takes back the changes that this forward has made to its cache.
+        undo: a stack of functions that undo the changes that this forward has made to its cache.
     """
 
     new_tokens: Tensor

@@ -31,7 +31,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class DecoderHooks(ABC):
-    """Hooks around the forward of a decoder, which serve the patched rotary modules (slots) inside it.
+    """Hooks around the forward of a decoder, which serve the modules of class `PatchedRotaryEmbedding` inside it.
 
     Each kind of method has a subclass.
 
@@ -134,9 +134,10 @@ class _MaskHooks:
 def install_forward_hooks(
     model: nn.Module, make_hooks: Callable[[Sequence[PatchedRotaryEmbedding]], DecoderHooks]
 ) -> None:
-    """Install hooks on every decoder of a model with patched slots, and on the modules around it that take a mask.
+    """Install hooks on every decoder with patched rotary modules, and on the modules around it that take a mask.
 
-    `make_hooks` makes the hooks of a decoder for its slots. The first of these slots keeps what takes the hooks away.
+    `make_hooks` makes the hooks of a decoder for its patched rotary modules. The first of these modules keeps the
+    handles that remove the hooks.
     """
     modules = dict(model.named_modules())
     slots_of: dict[str, list[PatchedRotaryEmbedding]] = {}
@@ -164,7 +165,7 @@ def install_forward_hooks(
 
 
 def _takes_no_tokens(model: Any) -> UnsupportedModelError:
-    """Return the error for a model that takes neither token ids nor embeddings: a part of another one, or not of text.
+    """Return the error for a model that takes neither token ids nor embeddings: a part, or one that reads no text.
 
     Every model of transformers takes what its class names as its main input.
     """

@@ -1,9 +1,9 @@
 """Find out how each layer of a decoder keeps its keys in a cache, by running one token under three rotations.
 
 Keys that are to be rotated again in a cache must be known dim by dim: which dims rotate, how they are paired, whether
-they carry the attention factor. Some models keep them among the values, or normalise them after the rotation. It
-depends on the class of a model and on the kinds of its layers, so that a small random model of the class tells it, too,
-where the weights of the model itself are not here.
+they carry the attention factor. Some models keep them among the values, or normalise them after the rotation. This
+depends on the class of a model and on the kinds of its layers, so that a small random model of the class shows it where
+the weights of the model itself are missing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Hooks of length-dependent methods: row lengths for the rotary modules, and a cache whose keys follow them.
 
 Under dynamic NTK, for example, the frequencies of a text of 5,000 tokens are not those of its first 4,000. A rotary
-module cannot know which it should use: it is given positions only, and not which of them are padding, nor what a cache
-holds. So hooks stand around the decoder's forward, where the mask and the cache are arguments. They work out the length
+module cannot know which frequencies to use: it gets positions only, and neither the padding nor the contents of a
+cache. So hooks stand around the decoder's forward, where the mask and the cache are arguments. They work out the length
 of every row, which the rotary modules inside look up, and see to it that the keys in the cache meet the new queries as
-if they had been rotated by the frequencies of that length from the start (`rotary/rotating_cache.py` tells how).
+if they had been rotated by the frequencies of that length from the start (see `rotary/rotating_cache.py`).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class LengthHooks(DecoderHooks):
         """Return whether the model is inside `fixed_length`."""
         return any(table.fixed_length for table in tables_of(self.slots))
 
-    @graph_break  # it looks at values
+    @graph_break  # it branches on the values of tensors
     def _rotate_cache_to(
         self, decoder: nn.Module, context: ForwardContext, lengths: Tensor, positions: Tensor, bounded: bool
     ) -> None:

@@ -19,7 +19,7 @@ _ROUNDING = 1e-8
 
 
 class NotUnderstoodError(UnsupportedModelError):
-    """The error for a class of which the probe cannot tell what rotates."""
+    """The error for a class whose rotation the probe does not understand."""
 
 
 class Dim(NamedTuple):

@@ -19,7 +19,7 @@ from rope_ext_hf.patches.rows.rotated_pairs import Dim, NotUnderstoodError, Scor
 _CODES, CODES_AT_ONCE = 64, 16
 """The number of signs in the code of a dim, and of codes that are followed at once, which takes memory."""
 _LIKE = (0.95, 0.75, 0.55)
-"""The correlations with the code of a dim from which on a row becomes that dim, tried in this order.
+"""The least correlations with the code of a dim at which a row counts as that dim, tried in this order.
 
 In models with few rows, norms lower those of queries and keys to 0.8, and rows that are mixed afterwards, as compressed
 keys are, may reach 0.9 by chance.
@@ -33,7 +33,7 @@ class _Target:
     Attributes:
         name: the path.
         tensors: the outputs of the module, one for each time that it ran, (..., rows); or the parameter, (rows, ...).
-        is_output: which of both they are.
+        is_output: whether they are outputs of the module.
     """
 
     name: str
@@ -171,7 +171,7 @@ def _rows_of_whole_heads(
 
     Args:
         nearest: for each row the dim that it resembles most.
-        likeness: how much, 0 to 1.
+        likeness: how closely it resembles that dim, from 0 to 1.
         dims, rotating: all dims, and those that rotate.
     """
     most: dict[tuple[int, int], int] = {}

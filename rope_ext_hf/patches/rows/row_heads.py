@@ -51,9 +51,9 @@ class LayerRows:
     Attributes:
         rotated: the modules and parameters with rows that rotate, by their names inside the layer, such as
             "self_attn.q_proj"; empty: the layer does not rotate.
-        saved: the same by the names under which transformers saves them, where those are others, or where it joins
-            several in one.
-        parts: for each name in `saved`, the names in `rotated` of what it holds.
+        saved: the same by the names under which transformers saves them, where these names differ, or where it joins
+            several weights in one.
+        parts: for each name in `saved`, the names in `rotated` of the weights that it holds.
         names: the names of all tensors inside the layer, such as "self_attn.q_proj.weight", in both forms.
     """
 
@@ -124,7 +124,7 @@ def _runs(dims: list[Dim | None]) -> Iterator[list[Dim | None]]:
 
 
 def _unrotated_joined(heads: Iterable[_Head]) -> Iterator[_Head]:
-    """Yield heads, with rows of no head that follow each other as one."""
+    """Yield the heads; consecutive rows that belong to no head are joined into one entry."""
     for rotates, group in groupby(heads, lambda head: bool(head.rotary)):
         some = list(group)
         yield from some if rotates else [_Head(sum(head.size for head in some))]
@@ -182,7 +182,7 @@ def saved_rows(model: nn.Module, layer: str, attentions: Iterable[str]) -> dict[
             numbered[f"{layer}.{name}"] = numbers.reshape(-1, *[1] * (tensor.ndim - 1))
             origins += [(name.rpartition(".")[0] or name, row) for row in range(rows)]
     saved: dict[str, Tensor] = {}
-    with suppress(Exception):  # of any kind: transformers does not document what this does to a part of the weights
+    with suppress(Exception):  # transformers does not document what this does with a part of the weights
         from transformers.core_model_loading import revert_weight_conversion
 
         saved = revert_weight_conversion(model, dict(numbered))

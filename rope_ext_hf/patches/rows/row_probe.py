@@ -55,7 +55,7 @@ _TEXTS = 4
 """The number of texts that are run at once, so that a pair of dims is seen with many values."""
 _TOKENS = (11, 139)
 """The lengths of the texts: the second one where the first is too short for some weight to be used. They are prime, so
-that no size of a model is equal to one, and tell keys from dims."""
+that no size of a model is equal to one, and keys cannot be confused with dims."""
 
 
 class _TooShortError(NotUnderstoodError):
@@ -263,9 +263,9 @@ class _Probe:
         return scores
 
     def _check_used(self, layer: str, rotated: list[str], used: set[str]) -> None:
-        """Check that all weights beside those that rotate were used: of one that was not, nothing is known.
+        """Check that all weights beside those that rotate were used: nothing is known about a weight that was not.
 
-        An indexer that has few keys to choose from is not asked, for example.
+        An indexer that has few keys to choose from is not run, for example.
         """
         attention = ".".join([layer, *common_path(rotated)])
         for path, module in self.model.get_submodule(attention).named_modules(prefix=attention):
@@ -288,7 +288,7 @@ class _Probe:
             with rotating(self.slots, torch.zeros_like), Recording(self.model, layers) as recording:
                 products = watched(self.model, partial(self._run, texts), cut=cut)
             if [product.module for product in products] == self.computed_by:
-                break  # else it computes something for each text on its own, and the products are numbered otherwise
+                break  # else it computes something for each text by itself, and the numbers of the products do not fit
         targets = recording.targets()
         dims: list[Dim] = []
         sums: list[Tensor] = []

@@ -72,7 +72,7 @@ class _EmbeddedLength:
 def extend_generation(model: nn.Module, slot: PatchedRotaryEmbedding) -> None:
     """Raise the lengths that a model, and every model inside it, states beside its config to the extended length.
 
-    The slot keeps what undoes this among its hooks.
+    The patched rotary module `slot` keeps the objects that undo this among its hooks.
     """
     for module in model.modules():
         stated = getattr(module.__dict__.get("generation_config"), "max_length", None)

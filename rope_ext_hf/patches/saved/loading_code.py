@@ -2,7 +2,7 @@
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-The code is made from loading_code.txt. What it does when transformers runs it stands in loading_classes.py, so that
+The code is made from loading_code.txt. It takes its classes from loading_classes.py, so that
 folders that are published already follow a change of this package.
 """
 

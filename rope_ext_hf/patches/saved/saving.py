@@ -136,7 +136,7 @@ def _warn_of_plain_loading(state: PatchState) -> None:
 
 
 def attach_saving(model: nn.Module, slot: PatchedRotaryEmbedding) -> None:
-    """Make a model, every model inside it, and its adapters save the patch; `slot` keeps what undoes this.
+    """Make a model, every model inside it, and its adapters save the patch; the hooks of `slot` undo this.
 
     Adapters are mostly added to a model that is patched already, and this package does not notice. But saving an
     adapter begins with a `state_dict` of the model, and torch calls a hook before that.

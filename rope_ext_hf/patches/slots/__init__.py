@@ -1,4 +1,4 @@
-"""The rotary modules of a model: how they are found, and what stands in their place.
+"""The rotary modules of a model: finding them, and the modules that a patch puts in their place.
 
 slot_finding, slot_refusals: find the rotary modules of a model, or say why there are none.
 layout_probe: find out how such a module arranges cos and sin.

@@ -140,8 +140,8 @@ class PatchedRotaryEmbedding(nn.Module):
         slot: its place. The module there is kept as a child, `replaced`, so that `.to` and `.half` reach it too, and
             unpatching gives what a model that was never patched would have.
         method: the method of the layers that the patch is for.
-        rotary: the geometry the method works on.
-        state: the memory of the patch, which all slots of a model share; None while a model is probed.
+        rotary: the rotary embedding that the method extends.
+        state: the memory of the patch, which all patched modules of a model share; None while a model is probed.
 
     Attributes:
         tables: a `RotaryEmbedding` for each layer type, or one under the key "all".
@@ -165,7 +165,7 @@ class PatchedRotaryEmbedding(nn.Module):
             )
         self.axes = slot.axes
         self._as_loaded = slot.as_loaded
-        self._kept_length: int | None = None  # in rows up to it, the module that was loaded rotates
+        self._kept_length: int | None = None  # the longest row that the module as loaded still rotates itself
         keeps_bits = isinstance(method, RemappingMethod) and method.keeps_bits
         keeps_bits = keeps_bits and not any(rope.follows_length for rope in slot.as_loaded.values())
         # Elsewhere a row that grows longer would mix keys that the two modules have rotated differently.
@@ -259,7 +259,7 @@ class PatchedRotaryEmbedding(nn.Module):
 
     @property
     def state(self) -> PatchState:
-        """The memory of the patch that this slot belongs to."""
+        """The memory of the patch that this module belongs to."""
         assert self._state is not None, "this module stands in a slot for a probe only"
         return self._state
 
@@ -434,12 +434,12 @@ def patched_slots(model: nn.Module) -> list[PatchedRotaryEmbedding]:
 
 
 def tables_of(slots: Iterable[PatchedRotaryEmbedding]) -> list[RotaryEmbedding]:
-    """Return the `RotaryEmbedding` modules in these slots, one for each layer type of each slot."""
+    """Return the `RotaryEmbedding` modules inside these modules, one for each layer type of each of them."""
     return [slot.table(name) for slot in slots for name in slot.tables]
 
 
 def patch_state(model: nn.Module) -> PatchState | None:
-    """Return the memory of a model's patch, which all its slots share; None for an unpatched model."""
+    """Return the memory of a model's patch, which all its patched rotary modules share; None for an unpatched model."""
     slots = patched_slots(model)
     return slots[0].state if slots else None
 

@@ -108,7 +108,7 @@ class _PatchedTable(PatchedRotaryEmbedding):
 
 
 def _plain_table(module: nn.Module, positions: int) -> Tensor:
-    """Return the table of angles of plain RoPE for so many positions, on the CPU, as the module's class makes it."""
+    """Return the table of angles of plain RoPE for a number of positions, on the CPU, as its class makes it."""
     plain: Any
     with torch.device("cpu"), torch.no_grad():
         plain = type(module)(positions, module.embedding_dim)

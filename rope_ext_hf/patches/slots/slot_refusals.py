@@ -1,4 +1,4 @@
-"""The errors for models in which no rotary module can be replaced: what is true of such a model, and what to do."""
+"""The errors for models in which no rotary module can be replaced: the reason, and what to do."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def rotary_for_slot(
 
     Args:
         method: the method; of a remapping method the module carries out the part that comes before attention.
-        rotary: the geometry that the method works on.
+        rotary: the rotary embedding that the method extends.
         source: the module that the model was loaded with.
         log_multiplier: the buffer of `source` whose exponential multiplies its frequencies; None: it has none.
         settings: layout, cast and axis_of_pair of `RotaryEmbedding`.

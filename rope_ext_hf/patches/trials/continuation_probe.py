@@ -1,6 +1,6 @@
 """Test once whether a patched decoder computes the same with a cache as in one forward over the same tokens.
 
-Hooks around a decoder rely on what transformers calls and hands over inside of it, which changes from release to
+Hooks around a decoder rely on the calls and arguments inside transformers' forward, which change from release to
 release. Under a remapping or length-dependent method a change that the hooks miss gives other numbers without an error.
 So the first patch of such a kind on a class of decoders reads a few tokens both ways, and compares the hidden states.
 
@@ -93,7 +93,7 @@ def small_layers(
 ) -> tuple[tuple[nn.Module, Layer], ...]:
     """Return attention modules and how they attend, with the method `small` in place of the method of the patch.
 
-    `rotary`: the geometry that `small` works on.
+    `rotary`: the rotary embedding that `small` extends.
     """
     table = RotationTable(Default().frequencies(rotary).inv_freq)
 

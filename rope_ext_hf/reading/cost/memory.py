@@ -101,9 +101,9 @@ def state_bytes(config: Any, tokens: int, width: int = 2) -> int:
 
 
 def waiting_bytes(config: Any, tokens: int, width: int = 2) -> int:
-    """Return the bytes of what waits between two layers, if texts are read layer by layer.
+    """Return the bytes of all tensors that wait between two layers, if texts are read layer by layer.
 
-    These are a hidden state, and a vector for cos and one for sin, for each token.
+    For each token these are a hidden state, a vector for cos and one for sin.
     """
     head_dim = max((layer.head_dim for layer in cached_layers(config)), default=0)  # some families have several
     return state_bytes(config, tokens, width) + 2 * head_dim * tokens * width

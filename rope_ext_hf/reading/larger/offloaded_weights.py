@@ -261,7 +261,7 @@ def _device_of(hook: Any) -> torch.device:
 
 
 class LayerWeights(NamedTuple):
-    """The number of weights of a model, by what has to be on the device at the same time.
+    """The numbers of weights in the parts of a model that have to be on the device at the same time.
 
     Attributes:
         outside: the weights outside of the layers.

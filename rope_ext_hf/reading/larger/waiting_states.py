@@ -93,8 +93,8 @@ def _in_file(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def measure_moving(place: Place, device: torch.device) -> float:
     """Measure how many bytes a second go from a device to a place and back, each way counted.
 
-    What is written to a disk is forced out of main memory before it is read again, as it is where states do not fit
-    there; some systems offer no way to do so, and then reading is measured faster than it is.
+    Data on a disk is forced out of main memory before it is read again, because states that wait on a disk do not fit
+    there. Some systems offer no way to do so; then reading is measured faster than it is.
     """
     if place == "device" or (place == "memory" and device.type == "cpu"):
         return float("inf")

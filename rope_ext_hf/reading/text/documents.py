@@ -87,7 +87,7 @@ class Tokens:
     Attributes:
         name: the name of the document.
         ids: the token ids, (tokens,) int64.
-        ends: the end of each token in the text, in UTF-8 bytes; empty if there was no tokenizer to tell. They may be
+        ends: the end of each token in the text, in UTF-8 bytes; empty if there was no tokenizer. They may be
             `LateEnds`.
         text: the text; empty if the document was given as token ids.
     """

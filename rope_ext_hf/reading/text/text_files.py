@@ -81,7 +81,7 @@ def _kind(file: Path) -> str | None:
 
 
 def _suffix(file: Path) -> str:
-    """Return the suffix that tells the kind of content, in lower case and without a suffix for compression.
+    """Return the suffix that states the kind of content, in lower case and without a suffix for compression.
 
     It is ".jsonl" for a.jsonl.gz.
     """

@@ -28,9 +28,9 @@ _KEYWORDS = {
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}\b")
 _CARD = "README.md"
 _CARD_KEYS = {"configs", "dataset_info", "task_categories", "size_categories", "annotations_creators"}
-"""Keys by which the card of a data set is told from another README.md with a YAML block."""
+"""Keys that distinguish the card of a data set from another README.md with a YAML block."""
 _NOT_DATA = {_CARD, "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "config.json", "state.json"}
-"""Files of a data set repository that are none of its data."""
+"""Files of a data set repository that hold none of its data."""
 _NAMED = 3  # files left out that a message names
 
 
@@ -234,7 +234,7 @@ def _default_config(folder: Path, configs: Mapping[str, Any], card: Mapping[str,
 
 
 def _splits(folder: Path, files: Sequence[Path], *, strictly: bool) -> dict[str, list[Path]]:
-    """Return the files of each split that the names of files and folders tell.
+    """Return the files of each split, as the names of files and folders state it.
 
     Args:
         folder: the folder that the files lie in.
@@ -258,7 +258,7 @@ def _splits(folder: Path, files: Sequence[Path], *, strictly: bool) -> dict[str,
 
 
 def _split_in(name: str, *, strictly: bool) -> str | None:
-    """Return the split that a name tells; `strictly`: it must be that of a split and no more."""
+    """Return the split that a name states; `strictly`: the name must be that of a split and nothing more."""
     for split, words in _KEYWORDS.items():
         either = "|".join(words)
         pattern = f"({either})" if strictly else f".*(?<![a-z])({either})(?![a-z]).*"

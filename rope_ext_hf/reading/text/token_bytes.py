@@ -4,9 +4,9 @@
     (1, 2, 3)
 
 The names of tokens in byte-level BPE and in byte fallback are their bytes, which are counted if they spell the text.
-Otherwise, for example after a normalisation, the tokenizer's offsets tell. They count characters, and for them every
-token that shares a character ends where the character does: then its bytes are those that the names spell, or else an
-even share.
+Otherwise, for example after a normalisation, the tokenizer's offsets are used. They count characters, and for them
+every token that shares a character ends where the character does: then its bytes are those that the names spell, or
+else an even share.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ _ENCODERS = (
     *("__call__", "_call_one", "_encode_plus", "_batch_encode_plus"),
     *("prepare_for_tokenization", "tokenize", "convert_tokens_to_ids"),
 )
-"""The methods of a tokenizer between its call and what cuts a text; releases of transformers have some of them."""
+"""The methods between the call of a tokenizer and the cutting of a text; each release of transformers has some."""
 
 
 def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Sequence[int]]:

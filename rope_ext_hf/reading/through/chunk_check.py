@@ -116,7 +116,7 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
     for finish in (True, False):  # some classes for images and text leave out the scale or cap that their text part has
         trial.finish = finish
         differences.append(_difference(trial.head_losses.logits(hidden), expected))
-        if differences[-1] > tolerance and finish:  # what rounding makes is measured where a fixed bound does not do
+        if differences[-1] > tolerance and finish:  # a fixed bound may be too narrow for rounding
             tolerance = _rounding_tolerance(reader, ids, expected)
         if differences[-1] <= tolerance:
             reader.finish, reader.windows = finish, windows
@@ -132,7 +132,7 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
 
 
 def _layers(reader: ChunkedReader) -> LayerReader | None:
-    """Return what would read the layers of a decoder one after the other; None: it has no list of layers."""
+    """Return a reader that runs the layers of a decoder one after the other; None: it has no list of layers."""
     try:
         return LayerReader(reader.decoder)
     except NotReadByLayerError:
@@ -153,7 +153,7 @@ def _equal_by_layer(reader: ChunkedReader, ids: Tensor, expected: Tensor) -> boo
 
 
 def _outputs_by_layer(reader: ChunkedReader, ids: Tensor) -> Iterator[tuple[Tensor, SpanCache]]:
-    """Yield what a decoder gives layer by layer, (tokens - 1, hidden), and the cache, for each way to give it tokens.
+    """Yield a decoder's output layer by layer, (tokens - 1, hidden), and the cache, for each way to give it tokens.
 
     A decoder that does more between its layers than hand on one tensor raises an error with the stand-ins of
     `layer_reader`, for which nothing is yielded, or has another output.
@@ -265,13 +265,13 @@ def _check_causal(reader: ChunkedReader, ids: Tensor, expected: Tensor) -> None:
 
 
 def _rounding_tolerance(reader: ChunkedReader, ids: Tensor, expected: Tensor) -> float:
-    """Return the difference of logits that counts as rounding: twice what the model's own code makes, within bounds.
+    """Return the difference of logits that counts as rounding: twice that of the model's own code, within bounds.
 
     Two ways of reading that are known to be right are compared with an ordinary forward: the same tokens with as many
     behind them, and the same pieces onto a cache of transformers. Both may sum in another order, as reading in chunks
     does. How much that changes depends on the model, its dtype and the device: on one processor the first way changes
-    nothing, on another the second. No fixed number would do: in bfloat16, the worst rounding of one processor is as
-    large as the change that positions make that are off by one on another.
+    nothing, on another the second. No fixed number would do: in bfloat16, the worst rounding on one processor is as
+    large as the effect, on another processor, of positions that are off by one.
 
     Args:
         reader: the reader, with the model.

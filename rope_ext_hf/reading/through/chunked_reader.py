@@ -58,8 +58,8 @@ class ChunkedReader:
         longest: the number of tokens in the longest span (text read at once) to come, for which the cache is allocated
             at once.
         finish: whether to scale or cap the logits as the config says.
-        layers: what reads the layers of the decoder one after the other; None: the decoder cannot be read so, or was
-            not checked.
+        layers: the reader that runs the layers of the decoder one after the other; None: the decoder cannot be read so,
+            or was not checked.
         place: where hidden states wait between two layers; None: where they fit.
         windows: the sliding windows of layers that keep only the keys in their window, by the index of the layer.
         stored: a function that keys and values go through before they are cached, to round them for example; None: they
@@ -198,7 +198,7 @@ class ChunkedReader:
         return [torch.cat(parts_of_text) for parts_of_text in parts]
 
     def scored(self, texts: Sequence[tuple[Tensor, int]], use: UseOfOutputs[T]) -> list[list[T]]:
-        """Read texts, and return what `use` makes of the outputs that predict scored tokens, by text and chunk.
+        """Read texts, and return the results of `use` for the outputs that predict scored tokens, by text and chunk.
 
         They are read layer by layer if the decoder can be read so. Offloaded weights then come to their device once for
         all texts.

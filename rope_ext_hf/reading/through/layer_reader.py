@@ -6,9 +6,9 @@ Weights that are kept elsewhere (`offloaded_weights`) come to the device once fo
 
 The decoder's own forward runs first, once per chunk, with stand-ins in place of its layers. They note what each layer
 is given beside the hidden states: masks, positions, cos and sin. Then each layer runs on all chunks. Then the decoder's
-forward runs once more on each chunk that is scored, with stand-ins that hand on the outputs of the last layer, for what
-it does behind its layers. The numbers are those of the other order, bit for bit: each layer is called with the same
-tensors, in another order.
+forward runs once more on each chunk that is scored, with stand-ins that hand on the outputs of the last layer, for the
+computations behind its layers. The numbers are those of the other order, bit for bit: each layer is called with the
+same tensors, in another order.
 
 A decoder that does more between its layers than hand on one tensor cannot be read so. `chunk_check` finds that out by
 reading a few tokens in both orders.
@@ -203,7 +203,7 @@ class LayerReader:
         return texts
 
     def _begin(self, decode: Callable[..., Tensor], ids: Tensor, cache: SpanCache, chunk: int, place: Place) -> _Text:
-        """Return a text before the first layer, and what the layers will be given."""
+        """Return a text before the first layer, with the arguments that the layers will get."""
         text = _Text(ids, [], WaitingStates(place, len(ids)))
 
         def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -221,7 +221,7 @@ def _with_values(findings: Findings, keys: Sequence[str], lead: str | None = Non
     return listed(texts)
 
 
-# --- what else is to be said of the best method -----------------------------------------------------------------------
+# --- further sentences on the best method -----------------------------------------------------------------------------
 
 
 def _beyond(findings: Findings, lead: str) -> list[str]:

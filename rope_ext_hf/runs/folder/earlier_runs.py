@@ -53,13 +53,13 @@ def _same_command(file: RunFile, folder: Path, kind: str) -> Iterator[tuple[Path
     if file.options.get("out") != with_tilde(str(folder.parent)):  # one of several runs of a larger command
         return
     for path in sorted(folder.parent.glob(f"*-{kind}-*/{RUN_FILE}")):
-        with suppress(FileError, ValueError, RecursionError):  # a damaged run is none that could be continued
+        with suppress(FileError, ValueError, RecursionError):  # a damaged run cannot be continued
             if path.parent != folder and request in [other.request for other in read_run_files(path)]:
                 yield path.parent, parse_json_object(read_plain(path.with_name(SETTINGS)))
 
 
 def _difference(name: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what messages call a setting, with both of its values if they are short."""
+    """Return the name of a setting in messages, with both of its values if they are short."""
     if name == "versions":
         old, new = earlier.get(name), now[name]
         packages = [package for package in new if not isinstance(old, dict) or old.get(package) != new[package]]

@@ -145,7 +145,7 @@ _NAMES = {
 
 
 def setting_name(setting: str) -> str:
-    """Return what messages call a setting of a run: "the model" for `weights`; other names stay as they are."""
+    """Return the name of a setting of a run in messages: "the model" for `weights`; other names stay as they are."""
     return _NAMES.get(setting, setting)
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["Inputs", "RunFile", "check_inputs", "comparing_inputs", "inputs_of", "run_file"]
 
 Inputs = Mapping[str, Mapping[str, str]]
-"""Digests of what a run read, by the kind of run and by what messages call them: "the model", "the text"."""
+"""Digests of the inputs of a run, by the kind of run and by their names in messages: "the model", "the text"."""
 
 RUN_FILE = "run.yaml"  # the name of the file in a run's folder
 IN_MEMORY = "in_memory"
@@ -113,7 +113,7 @@ class RunFile:
         return replace(self, versions={}, inputs={}).text()
 
     def with_inputs(self, kind: str, digests: Mapping[str, str]) -> RunFile:
-        """Return this file with digests of what a run of one kind reads, by what messages call them."""
+        """Return this file with digests of the inputs of a run of one kind, by their names in messages."""
         return replace(self, inputs=self.inputs | {kind: {name: value[:_DIGITS] for name, value in digests.items()}})
 
     def mistake(self, key: str, text: str) -> FileError:
@@ -209,7 +209,7 @@ _EXPECTED: ContextVar[Inputs | None] = ContextVar("_EXPECTED", default=None)
 
 
 def inputs_of(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digests of what a run reads, by what messages call them, from its settings."""
+    """Return the digests of the inputs of a run, by their names in messages, from its settings."""
     return {"the model": settings["weights"], "the text": settings["text"]}
 
 
@@ -228,7 +228,7 @@ def check_inputs(kind: str, digests: Mapping[str, str]) -> None:
 
     Args:
         kind: the kind of run.
-        digests: those of what it is about to read, by what messages call them, such as "the text".
+        digests: those of the inputs that it is about to read, by their names in messages, such as "the text".
     """
     expected = (_EXPECTED.get() or {}).get(kind, {})
     changed = [name for name, digest in expected.items() if digests.get(name, digest)[:_DIGITS] != digest]

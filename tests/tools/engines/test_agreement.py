@@ -265,7 +265,9 @@ def test_forms_that_all_of_them_read(method: str, tmp_path: Path) -> None:
     model = rope.patch(build("llama"), method, factor=4)
     model.save_pretrained(tmp_path)
     names = ", ".join(each.label for each in other_engines() if each.label != SOURCE_ALONE)
-    known, _, by_source = rope.describe(model).save_route.partition("; by their source code, not run here, also by ")
+    known, _, by_source = rope.describe(model).save_route.partition(
+        "; by their source code, which was read but not run, also by "
+    )
     assert known.endswith(f"known to be read right by transformers 5, {names}")
     assert by_source == ("" if method in ("yarn", "by-parts") else SOURCE_ALONE)
 
