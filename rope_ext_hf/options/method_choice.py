@@ -79,9 +79,8 @@ def _check_method_names(names: Iterable[Any]) -> None:
     """
     if _REGISTRY in sys.modules:
         return
-    known = set(map(folded, shipped_names()))
     for name in names:
-        if isinstance(name, str) and folded(name) not in known:
+        if isinstance(name, str) and folded(name) not in map(folded, shipped_names()):
             raise unknown_method(name, shipped_names())
 
 
