@@ -29,7 +29,7 @@ test-library: .venv/ready
 test-slow: .venv/ready
 	$(PYTEST) -m "slow and not thorough"
 
-# Every method on every family and all the rest: most of an hour, before a release.
+# What tests/support/tiers.py leaves to it, on all families; most of an hour, before a release.
 test-thorough: .venv/ready
 	$(PYTEST) -m thorough
 

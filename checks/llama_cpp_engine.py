@@ -367,7 +367,7 @@ def rule_rows(python: str, case: Case) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--python", required=True, metavar="PYTHON", help="of an environment with llama.cpp, see the Makefile"
+        "--python", required=True, metavar="PYTHON", help="of an environment with llama.cpp, see noxfile.py"
     )
     given = parser.parse_args()
     warnings.simplefilter("ignore")

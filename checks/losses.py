@@ -34,8 +34,9 @@ def measured(model: Any, entry: Entry) -> str:
     ids = inputs(entry, LONG).get("input_ids", torch.arange(3, 90)[None])
     scorer = TokenScorer(model, chunk=CHUNK)
     losses = _ordinary_losses(model, ids[0])
-    far = float((scorer.losses(ids[0], 1) - losses).abs().max())
-    require(far < EQUAL, f"losses are off by {far:.2g}, read {scorer.reading}")
+    for each, way in ((scorer, scorer.reading), (TokenScorer(model), "at once, if it can be")):
+        far = float((each.losses(ids[0], 1) - losses).abs().max())
+        require(far < EQUAL, f"losses are off by {far:.2g}, read {way}")
     if scorer.by_layer:
         found, layers = scorer.losses(ids[0], 1), scorer.reader.layers
         scorer.reader.layers = None

@@ -13,7 +13,7 @@ The tool box of this package (`rope_ext_hf.tools`) adds its parts in the same wa
 | rope_ext_hf.methods | a method | a class under `rope_ext_hf.register_method` |
 | rope_ext_hf.run_kinds | a kind of run, as run.json has it | a class under `rope_ext_hf.runs.kinds.register_run_kind` |
 | rope_ext_hf.readers | an engine, as `--engine` names it | a function that returns a plan that the engine reads |
-| rope_ext_hf.evaluations | a name of `rope_ext_hf.eval`, or `ppl` option | that object, or one that changes the plan |
+| rope_ext_hf.evaluations | one of those that `rope_ext_hf.eval` or `ppl` looks up | that object |
 | rope_ext_hf.measurements | measured figures that `describe` shows | a function that returns a clause with the figure |
 | rope_ext_hf.recommendations | what `methods` shows first | a function that returns methods by purpose |
 | rope_ext_hf.engine_checks | a set of engines | a function that says which of them read a saved config alike |

@@ -193,9 +193,9 @@ def report(
 ) -> None:
     """Print and draw a run again, or compare several runs.
 
-    For one run, finished or not, its table is printed, and its CSV, picture and HTML page are written anew. Several
-    runs of one model (perplexity, tasks, retrieval) become one page, which says which method is best, up to what
-    length, and at what cost.
+    For one run, finished or not, its table is printed, and its CSV files and HTML page are written anew, with a picture
+    if it has more than two lengths. Several runs of one model (perplexity, tasks, retrieval) become one page, which
+    says which method is best, up to what length, and at what cost.
 
     Example: `rope-ext report rope-ext-results/reference-perplexity-0123456789`
     """

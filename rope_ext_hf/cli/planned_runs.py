@@ -199,16 +199,11 @@ class PlannedRun:
         return f"with {option_words(**changed)} about {duration(least)}{advice}"
 
 
-_SHORT = 3.0  # seconds of work at the slowest speed, for which the speed of the device is not measured
-
-
 def speed_for(model: PreTrainedModel, plan: RunPlan[Any], device: torch.device, dtype: torch.dtype) -> ReadingSpeed:
-    """Return the speed of a device at reading with a model; a low one for a plan that takes seconds on any device."""
-    from rope_ext_hf.reading.cost.operations import SLOWEST, measure_speed
+    """Return the measured speed of a device at the passes of a plan."""
+    from rope_ext_hf.reading.cost.operations import measure_speed
 
-    if pass_seconds(model, plan.measurement, SLOWEST, *plan.passes(model)) < _SHORT:
-        return SLOWEST
-    return measure_speed(model, device, dtype)
+    return measure_speed(model, device, dtype, few_tokens=plan.measurement.short_passes > 0)
 
 
 def pass_seconds(model: PreTrainedModel, measurement: Measurement, speed: ReadingSpeed, *passes: int) -> float:

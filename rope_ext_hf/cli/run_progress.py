@@ -55,7 +55,8 @@ def shown_progress(workers: Workers | None = None) -> Progress:
         def reading(self, scorer: Any) -> None:
             if first:
                 in_the_library = isinstance(scorer, TokenScorer) and self.passes
-                if in_the_library and self.plan.measurement.by_layer and scorer.reads_at_once(max(self.passes)):
+                losses_alone = self.plan.measurement.by_layer and not self.plan.measurement.takes_outputs
+                if in_the_library and losses_alone and scorer.reads_at_once(max(self.passes)):
                     print_note("read", "each text at once")
                 else:
                     print_note("read", scorer.reading)

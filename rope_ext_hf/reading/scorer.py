@@ -4,8 +4,8 @@
     nats = scorer.losses(ids, first=1024)      # one number per token from the 1024th on
     scorer.reading                             # "in chunks of 512 tokens", or "whole: " and the reason
 
-The losses of a text that is no longer than a chunk come from one forward of the decoder, and the head on a part of its
-tokens at a time. Longer texts are read in chunks (`chunked_reader`). Which of these ways give the logits of an ordinary
+The losses of a short text come from one forward of the decoder, and the head on a part of its tokens at a time. Longer
+texts are read in chunks (`chunked_reader`). Which of these ways give the logits of an ordinary
 forward is checked on a few tokens (`chunk_check`); where none does, every text is read whole (`whole_reader`).
 """
 
@@ -29,7 +29,7 @@ from rope_ext_hf.patches.slots.patched_slot import Slot, patched_slots, tables_o
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.reading.cost.memory import available, budgets, waiting_bytes, widest_activation
 from rope_ext_hf.reading.larger.offloaded_weights import device_of_ids, is_offloaded
-from rope_ext_hf.reading.through.chunk_check import CHECKED_TOKENS, reads_at_once, why_not_in_chunks
+from rope_ext_hf.reading.through.chunk_check import CHECKED_TOKENS, MOST_AT_ONCE, reads_at_once, why_not_in_chunks
 from rope_ext_hf.reading.through.chunked_reader import ChunkedReader, UseOfOutputs
 from rope_ext_hf.reading.through.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
 from rope_ext_hf.reading.through.whole_reader import decoder_outputs, whole_logits
@@ -134,7 +134,7 @@ class TokenScorer:
         with torch.inference_mode(), self._held_length(CHECKED_TOKENS):
             self._at_once = reads_at_once(self.reader, self._device)
         if not self.reads_at_once(longest or 1):
-            self.whole_because  # noqa: B018 - checked before any text is read, and before the model is patched again
+            self.whole_because  # noqa: B018 - an error about the model comes before any text is read
 
     @cached_property
     def whole_because(self) -> str | None:
@@ -194,7 +194,7 @@ class TokenScorer:
 
     def reads_at_once(self, tokens: int) -> bool:
         """Return whether the losses of a text of this many tokens come from one forward of the decoder."""
-        return self._at_once and tokens <= self.chunk and self.reader.stored is None
+        return self._at_once and tokens <= min(self.chunk, MOST_AT_ONCE) and self.reader.stored is None
 
     @property
     def by_layer(self) -> bool:
@@ -299,7 +299,7 @@ class TokenScorer:
 
     def _losses_at_once(self, ids: Tensor, first: int) -> Tensor:
         """Return the losses of a text that the decoder reads in one forward; the arguments are those of `losses`."""
-        outputs = decoder_outputs(self.reader.decoder, ids[:-1])[first - 1 :]
+        outputs = decoder_outputs(self.reader.decoder, ids)[first - 1 : -1]
         return self.head.losses(outputs, ids[first:].to(outputs.device)).cpu()
 
     @property

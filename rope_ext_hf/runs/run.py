@@ -352,7 +352,7 @@ class Run(Generic[R_co]):
         table = self.table(detailed=True)
         if table is None:
             return paragraph(_NOTHING_FINISHED)
-        chart = self.chart.svg() if self.chart else ""
+        chart = self.chart.svg() if self.chart and self.chart.adds_to_table else ""
         return paragraph(str(self.conclusion)) + chart + html_table(table)
 
 

@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,15 +96,31 @@ def test_a_text_that_is_too_long_for_the_memory_is_read_in_chunks(monkeypatch: p
     model, ids = build_family("llama"), tokens(70)
     scorer = TokenScorer(model)
     assert scorer.reads_at_once(70)
+    assert not scorer.reads_at_once(2000)
     monkeypatch.setattr(scorer_module, "decoder_outputs", fail)
     torch.testing.assert_close(scorer.losses(ids, 1), ordinary_losses(model, ids), atol=EQUAL, rtol=0)
     assert scorer.reader.cache is not None
 
 
-def test_attention_that_makes_all_scores_reads_in_chunks() -> None:
+@pytest.mark.parametrize("family", ["gemma3", "olmo3"])
+def test_a_scaling_of_some_layers_that_follows_the_input_sees_the_whole_text(family: str) -> None:
+    config = build_family(family).config
+    settings = {key: dict(value) for key, value in config.rope_parameters.items()}
+    settings["full_attention"] |= {"rope_type": "dynamic", "factor": 4.0}
+    model = build_family(family, rope_parameters=settings)
+    for count in (65, 100):
+        losses = TokenScorer(model).losses(tokens(count), 1)
+        torch.testing.assert_close(losses, ordinary_losses(model, tokens(count)), atol=1e-5, rtol=0)
+
+
+def test_a_decoder_that_returns_something_else_is_read_whole() -> None:
     model = build_family("llama")
-    model.set_attn_implementation("eager")
-    assert not TokenScorer(model).reads_at_once(70)
+    forward = model.model.forward
+    model.model.forward = lambda *args, **kwargs: forward(*args, **kwargs).to_tuple()
+    model.forward = lambda input_ids, **_: SimpleNamespace(logits=model.lm_head(model.model(input_ids=input_ids)[0]))
+    scorer = TokenScorer(model)
+    assert scorer.reading.startswith("whole: ")
+    torch.testing.assert_close(scorer.losses(tokens(70), 1), ordinary_losses(model, tokens(70)), atol=EQUAL, rtol=0)
 
 
 @torch.no_grad()

@@ -125,8 +125,16 @@ _ROTATION_ATTRIBUTES = ("original_inv_freq", "inv_freq", "attention_scaling")
 
 "original_inv_freq" comes before "inv_freq", because names are compared with these by their ends.
 """
+_MOST_SHOWN = 4  # values of a parameter that `print(model)` shows
 _LENGTH_ATTRIBUTES = ("max_seq_len_cached", "original_max_seq_len")
 """Attributes of transformers' rotary modules that repeat the config's max_position_embeddings."""
+
+
+def _shown(value: Any) -> str:
+    """Return the value of a parameter for `print(model)`; long sequences only by their length."""
+    if isinstance(value, (tuple, list)) and len(value) > _MOST_SHOWN:
+        return f"[{len(value)} values]"
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 class PatchedRotaryEmbedding(nn.Module):
@@ -187,13 +195,13 @@ class PatchedRotaryEmbedding(nn.Module):
         """Return the method and those of its parameters that are not its defaults, for `print(model)`."""
         if self._state is None:
             return super().__repr__()
-        method = self._state.spec.method
-        values = {each.name: (getattr(method, each.name), each.default) for each in fields(method)}
+        spec = self._state.spec
+        values = {each.name: (getattr(spec.method, each.name), each.default) for each in fields(spec.method)}
         stated = {name: value for name, (value, default) in values.items() if value != default}
-        shown = [
-            f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}" for name, value in stated.items()
-        ]
-        return f"PatchedRotaryEmbedding({', '.join([method.name, *shown])})"
+        if spec.layers is not None:
+            stated["layers"] = spec.layers
+        shown = [spec.method.name, *(f"{name}={_shown(value)}" for name, value in stated.items())]
+        return f"PatchedRotaryEmbedding({', '.join(shown)})"
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that the replaced module has; numbers of its rotation are those of the patch.

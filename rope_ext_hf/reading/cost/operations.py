@@ -18,7 +18,7 @@ from rope_ext_hf.reading.larger.waiting_states import measure_moving
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["MINUTES", "SLOWEST", "ReadingSpeed", "estimate_flops", "measure_flops", "measure_speed", "moving_seconds"]
+__all__ = ["MINUTES", "ReadingSpeed", "estimate_flops", "measure_flops", "measure_speed", "moving_seconds"]
 
 EFFICIENCY = 0.5
 """The share of the speed of a large matrix product that reading text was measured to reach."""
@@ -74,16 +74,18 @@ class ReadingSpeed:
         return float(many_tokens + few_tokens + (len(lengths) + short_passes) * layers * _CALLS / self.calls)
 
 
-SLOWEST = ReadingSpeed(products=2e10, attention=2e10, elements=5e8, weights=5e8, calls=3e5)
-"""Low speeds, at which work of a few seconds is estimated; measuring the speed of the device would take longer."""
-
-
 def measure_speed(
-    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, seconds: float = 0.5
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, seconds: float = 0.5, *, few_tokens: bool = True
 ) -> ReadingSpeed:
     """Measure the speed of a device at reading text with a model of this shape, for about `seconds`.
 
     A second call for the same shape, device and dtype returns the speed that was measured first.
+
+    Args:
+        model: the model, which may be on the meta device.
+        device, dtype: where it reads, and the dtype of its weights.
+        seconds: the time that measuring takes.
+        few_tokens: whether to measure passes over a few tokens, too; without it they count as taking no time.
     """
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         dtype = torch.bfloat16  # quantised weights are multiplied in another dtype than they are saved in
@@ -91,12 +93,12 @@ def measure_speed(
     layers = [layer for layer in cached_layers(config) if layer.per_token]
     heads, head_dim = (layers[0].heads, layers[0].head_dim) if layers else (1, 64)
     width = min(config.hidden_size, _WIDEST.get(device.type, _WIDEST_ELSEWHERE))
-    return _measured_speed(width, min(heads, 16), head_dim, device, dtype, seconds)
+    return _measured_speed(width, min(heads, 16), head_dim, device, dtype, seconds, few_tokens)
 
 
 @cache
 def _measured_speed(
-    width: int, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, seconds: float
+    width: int, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, seconds: float, few_tokens: bool
 ) -> ReadingSpeed:
     on_cpu = device.type == "cpu"
     most_tokens = 2048 if on_cpu else 8192
@@ -113,14 +115,17 @@ def _measured_speed(
     tokens, linear_time = _grown(linear, most_tokens, seconds / 16)
     attended, attention_time = _grown(attend, most_tokens, seconds / 16)
     numbers = torch.ones(2**20 if on_cpu else 2**24, device=device, dtype=dtype)
-    copies = [torch.ones_like(weight) for _ in range(max(1, 2**24 // weight.numel()))]  # more than a cache holds
-    ones, one = torch.ones(_FEW_TOKENS, width, device=device, dtype=dtype), torch.ones(16)
-    few_time = _shortest(lambda: [functional.linear(ones, copy) for copy in copies][-1], 2)
+    weights, one = math.inf, torch.ones(16)
+    if few_tokens:
+        copies = [torch.ones_like(weight) for _ in range(max(1, 2**24 // weight.numel()))]  # more than a cache holds
+        ones = torch.ones(_FEW_TOKENS, width, device=device, dtype=dtype)
+        few_time = _shortest(lambda: [functional.linear(ones, copy) for copy in copies][-1], 2)
+        weights = len(copies) * weight.numel() / few_time
     return ReadingSpeed(
         products=4 * tokens * width * width / linear_time,
         attention=2 * heads * head_dim * attended * attended / attention_time,
         elements=numbers.numel() / _shortest(lambda: numbers * numbers, 3),
-        weights=len(copies) * weight.numel() / few_time,
+        weights=weights,
         # Python code runs on the CPU, whatever the device is
         calls=1000 / _shortest(lambda: [one + one for _ in range(1000)][-1], 3),
     )

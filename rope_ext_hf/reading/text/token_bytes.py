@@ -167,7 +167,7 @@ PLAIN: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": F
 """Arguments of a tokenizer for the tokens of a text alone, without warnings of its length."""
 _ENCODERS = (
     *("__call__", "_call_one", "_encode_plus", "_batch_encode_plus"),
-    *("prepare_for_tokenization", "tokenize", "convert_tokens_to_ids"),
+    *("prepare_for_tokenization", "tokenize", "convert_tokens_to_ids", "prepare_for_model"),
 )
 """The methods between the call of a tokenizer and the cutting of a text; each release of transformers has some."""
 
@@ -208,7 +208,7 @@ def _encodes_as(tokenizer: PreTrainedTokenizerBase, plain: type) -> bool:
 def _python_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text by a tokenizer in Python, without special tokens around it."""
     lower = text.lower()
-    has_special = any(token.lower() in lower for token in tokenizer.added_tokens_encoder)
+    has_special = any(token in text or token.lower() in lower for token in tokenizer.added_tokens_encoder)
     tokens = tokenizer.tokenize(text, split_special_tokens=tokenizer.split_special_tokens or not has_special)
     different = list(set(tokens))
     id_of = dict(zip(different, tokenizer.convert_tokens_to_ids(different), strict=True))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 CHECKED_TOKENS = 12
 """Tokens of the check. No window needs more of them, because windows are taken from the masks themselves."""
+MOST_AT_ONCE = 1024
+"""Tokens that are read in one forward at most, because the attention of some classes makes the scores of all pairs."""
+_UNUSUAL_CLASS = (TypeError, ValueError, AttributeError, KeyError, IndexError)
+"""Errors of a class that takes other arguments, or returns something else; too little memory is a RuntimeError."""
 _CHUNK = 5  # puts several tokens onto an empty cache, several onto one that is not empty, and a single one
 
 
@@ -40,29 +44,27 @@ def reads_at_once(reader: ChunkedReader, device: torch.device) -> bool:
     """Return whether one forward of the decoder, and then its head on a part of the tokens, give the model's logits.
 
     If so, the setting `finish` of the reader is set to that with which the logits were equal. Weights that are brought
-    to the device for each forward, and attention that makes a (length, length) tensor, are left to the other ways.
+    to the device for each forward are left to the other ways.
 
     Raises:
         UnsupportedModelError: as `why_not_in_chunks`.
     """
     model, decoder = reader.model, reader.decoder
-    if is_offloaded(decoder) or decoder is model or reader.head is None or _makes_all_scores(decoder):
+    if is_offloaded(decoder) or decoder is model or reader.head is None:
         return False
     ids = _checked_ids(model, device)
     expected = _ordinary_logits(reader, ids)
     _check_causal(reader, ids, expected)
-    hidden = decoder_outputs(decoder, ids[:-1])
+    try:
+        hidden = decoder_outputs(decoder, ids)[:-1]
+    except _UNUSUAL_CLASS:
+        return False
     for finish in (True, False):
         reader.finish = finish
         if _difference(reader.head_losses.logits(hidden), expected) <= _bounds(model.dtype)[0]:
             return True
     reader.finish = True
     return False
-
-
-def _makes_all_scores(decoder: Any) -> bool:
-    """Return whether the attention of a decoder makes a tensor of the scores of all queries and keys."""
-    return bool(decoder.config._attn_implementation == "eager")
 
 
 def _checked_ids(model: PreTrainedModel, device: torch.device) -> Tensor:
@@ -108,8 +110,7 @@ def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None
             hidden = torch.cat([states for _, states in trial.hidden(ids[:-1], cache)])
     except NotReadInChunksError as error:
         return str(error)
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        # Raised by a class that takes no such cache. Too little memory and failed kernels are RuntimeErrors.
+    except _UNUSUAL_CLASS as error:
         return f"the model's decoder does not read onto a cache: {one_line(error)}"
     windows = _safe_windows(model, cache)
     differences, tolerance = [], _bounds(model.dtype)[0]
@@ -246,7 +247,7 @@ def _ordinary_logits(reader: ChunkedReader, ids: Tensor) -> Tensor:
         return whole_logits(reader.model, reader.decoder, ids, len(ids) - 1)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+    except (*_UNUSUAL_CLASS, RuntimeError) as error:
         raise UnsupportedModelError(
             f"{type(reader.model).__name__} cannot be measured, because it does not run on token ids alone: "
             f"{one_line(error)}"
@@ -290,7 +291,7 @@ def _rounding_tolerance(reader: ChunkedReader, ids: Tensor, expected: Tensor) ->
         logits = [reader.model(piece[None], use_cache=True, **{name: cache}).logits[0] for piece in pieces]
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except (UnsupportedModelError, TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError):
+    except (UnsupportedModelError, *_UNUSUAL_CLASS, RuntimeError):
         return most  # a class with a cache of its own
     return min(most, max(least, 2 * noise, 2 * _difference(torch.cat(logits).float(), expected)))
 

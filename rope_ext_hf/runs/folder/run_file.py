@@ -136,7 +136,7 @@ def run_file(
             patch.
         *others: further groups of arguments: the methods, and how the model is loaded.
         tokenizer: the tokenizer, if it is not the model's own.
-        **options: further options by name; None is left out.
+        **further: further options by name; None is left out.
     """
     stated: dict[str, Any] = {}
     for part in (options, *others):

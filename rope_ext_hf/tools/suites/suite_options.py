@@ -1,4 +1,4 @@
-"""Settings of the measurements `tasks` and `gain`, as dataclasses ("questions") for `rope_ext_hf.eval.measure`.
+"""Settings of the measurements `tasks` and `gain`, as dataclasses for `rope_ext_hf.eval.measure`.
 
     from rope_ext_hf.eval import measure
     from rope_ext_hf.tools.suites import Tasks
