@@ -194,7 +194,8 @@ class TokenScorer:
 
     def reads_at_once(self, tokens: int) -> bool:
         """Return whether the losses of a text of this many tokens come from one forward of the decoder."""
-        return self._at_once and tokens <= min(self.chunk, MOST_AT_ONCE) and self.reader.stored is None
+        short = tokens <= min(self.chunk, MOST_AT_ONCE)
+        return self._at_once and short and self.reader.stored is None and not self._scales_by_forward
 
     @property
     def by_layer(self) -> bool:
@@ -227,13 +228,17 @@ class TokenScorer:
         """True if the model is as it was loaded."""
         return not patched_slots(self.model)
 
+    @property
+    def _scales_by_forward(self) -> bool:
+        """True if the model's own scaling follows the length of each forward, and cannot be held at a length."""
+        return self._follows_the_input and self._own_method is None and self.unpatched
+
     def _why_whole(self) -> str | None:
         """Return why texts are read whole by the model as it is patched now.
 
         None: they are read in chunks.
         """
-        differs_by_layer = self._follows_the_input and self._own_method is None
-        if self.whole_because is None and differs_by_layer and self.unpatched:
+        if self.whole_because is None and self._scales_by_forward:
             return "its own scaling follows the length of each forward, and differs between layers"
         return self.whole_because
 
@@ -299,7 +304,7 @@ class TokenScorer:
 
     def _losses_at_once(self, ids: Tensor, first: int) -> Tensor:
         """Return the losses of a text that the decoder reads in one forward; the arguments are those of `losses`."""
-        outputs = decoder_outputs(self.reader.decoder, ids)[first - 1 : -1]
+        outputs = decoder_outputs(self.reader.decoder, ids[:-1])[first - 1 :]
         return self.head.losses(outputs, ids[first:].to(outputs.device)).cpu()
 
     @property

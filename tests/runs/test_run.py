@@ -32,12 +32,12 @@ def run_of_yarn(losses: Sequence[float] = (1.0, 2.0, 1.5, 1.6)) -> Run[Result]:
     return Run(None, settings, results, kind)
 
 
-def test_a_notebook_shows_conclusion_chart_and_table() -> None:
+def test_a_notebook_shows_conclusion_and_table() -> None:
     run = run_of_yarn()
     for shown in (run, Results(run)):
         page = shown._repr_html_()
         assert "Best at 128 tokens (2x): yarn x2, perplexity 4.95" in page
-        assert page.count("<svg") == page.count("<table") == 1
+        assert (page.count("<svg"), page.count("<table")) == (0, 1)  # a chart only for more than two lengths
         assert "<d>" not in page
     assert "Nothing is finished" in run_of_yarn(())._repr_html_()
 

@@ -44,7 +44,8 @@ def reads_at_once(reader: ChunkedReader, device: torch.device) -> bool:
     """Return whether one forward of the decoder, and then its head on a part of the tokens, give the model's logits.
 
     If so, the setting `finish` of the reader is set to that with which the logits were equal. Weights that are brought
-    to the device for each forward are left to the other ways.
+    to the device for each forward are left to the other ways, and so are layers with a cache of an unknown kind, which
+    may choose keys by the number of tokens.
 
     Raises:
         UnsupportedModelError: as `why_not_in_chunks`.
@@ -56,8 +57,9 @@ def reads_at_once(reader: ChunkedReader, device: torch.device) -> bool:
     expected = _ordinary_logits(reader, ids)
     _check_causal(reader, ids, expected)
     try:
-        hidden = decoder_outputs(decoder, ids)[:-1]
-    except _UNUSUAL_CLASS:
+        SpanCache(decoder.config, 1)
+        hidden = decoder_outputs(decoder, ids[:-1])
+    except (NotReadInChunksError, *_UNUSUAL_CLASS):
         return False
     for finish in (True, False):
         reader.finish = finish

@@ -156,8 +156,8 @@ def test_keys_are_rotated_again_by_what_is_shown(method: str) -> None:
         ("yarn", {"factor": 4}, "yarn, factor=4"),
         ("yarn", {"factor": 4, "beta_fast": 16}, "yarn, beta_fast=16, factor=4"),
         ("dynamic-ntk", {}, "dynamic-ntk"),
-        ("yarn", {"factor": 4, "layers": [0]}, "yarn, factor=4, layers=(0,)"),
-        ("factors", {"factors": [1.0] * 16}, "factors, factors=[16 values]"),
+        ("yarn", {"factor": 4, "layers": [0, 1]}, "yarn, factor=4, layers=(0, 1)"),
+        ("factors", {"factors": [1.0] * 8}, "factors, factors=[8 values]"),
     ],
 )
 def test_a_printed_model_names_its_patch(method: str, arguments: dict[str, Any], shown: str) -> None:

@@ -98,7 +98,7 @@ def test_offloaded_weights_are_read_once_for_all_texts(method: str | None, where
 def test_a_run_reads_offloaded_weights_once_for_all_documents(tmp_path: Path) -> None:
     def measured(model: Any) -> Any:
         documents = [Tokens(name, tokens(200, seed), ()) for seed, name in enumerate("abc")]
-        return perplexity(model, documents, methods=["yarn"], lengths=[64, 128], bos=False)
+        return perplexity(model, documents, methods=["yarn"], lengths=[64, 128], bos=False, chunk=CHUNK)
 
     expected = measured(build("llama"))
     model = offloaded(build("llama"), "disk", tmp_path)
