@@ -386,7 +386,7 @@ def style() -> None:
 
 def mlx_two() -> str:
     """mlx-lm's file under another name."""
-    source = (ROOT / "rope_ext_hf/tools/engines/mlx.py").read_text("utf-8")
+    source = (ROOT / "rope_ext_hf/tools/engines/programs/mlx.py").read_text("utf-8")
     return source.replace('@register_engine("mlx")', '@register_engine("mlx-two")').replace("MLX", "MLXTwo")
 
 
@@ -550,11 +550,11 @@ CHANGES = (
         text_format,
         [('    ".arrow": _read_arrow,\n', '    ".arrow": _read_arrow,\n    ".lines": _read_json_lines,\n')],
     ),
-    Change("a suite of tasks", f"{TOOLS}/suites/colours.py", suite, at_end(SUITE)),
+    Change("a suite of tasks", f"{TOOLS}/suites/benchmarks/colours.py", suite, at_end(SUITE)),
     Change("a retrieval task", f"{EVAL}/retrieval/retrievals.toml", retrieval, at_end(LEVEL)),
     Change(
         "the wording of a suite",
-        f"{TOOLS}/suites/wordings.toml",
+        f"{TOOLS}/suites/benchmarks/wordings.toml",
         wording,
         [
             (
@@ -579,17 +579,17 @@ CHANGES = (
     Change(
         "the style of pages", "rope_ext_hf/pictures/html_page.py", style, [("max-width: 62rem", "max-width: 66rem")]
     ),
-    Change("a serving engine", f"{TOOLS}/engines/mlx_two.py", engine, at_end(mlx_two())),
+    Change("a serving engine", f"{TOOLS}/engines/programs/mlx_two.py", engine, at_end(mlx_two())),
     Change("what an engine does silently", f"{TOOLS}/engines/traps.toml", trap, at_end(TRAP)),
     Change(
         "the version of an engine",
-        f"{TOOLS}/engines/tensorrt_llm.py",
+        f"{TOOLS}/engines/programs/tensorrt_llm.py",
         engine_version,
         [('version = "1.2.0rc2"', 'version = "1.2.1"')],
     ),
     Change(
         "a family that an engine runs",
-        f"{TOOLS}/engines/exllamav3.toml",
+        f"{TOOLS}/engines/programs/exllamav3.toml",
         engine_family,
         [("llama = {}\n", "granite = {}\nllama = {}\n")],
     ),

@@ -38,9 +38,9 @@ from transformers.utils import logging
 
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.tools.engines.base import Engine, find_engine
+from rope_ext_hf.tools.engines.programs.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, VLLM
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
 from rope_ext_hf.tools.engines.target import Target
-from rope_ext_hf.tools.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, VLLM
 from rope_ext_hf.tools.plugins import sglang, vllm
 from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.models import WITH_A_CLASS, small_config

@@ -23,11 +23,11 @@ from checks.engine_classes import Finder, exllamav3_rope
 from checks.llama_cpp_engine import write_gguf
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.tools.engines.base import engine_table, find_engine
-from rope_ext_hf.tools.engines.exllamav3 import ExLlamaV3
 from rope_ext_hf.tools.engines.gguf_rules import ARCHITECTURES, converted
-from rope_ext_hf.tools.engines.llama_cpp import LlamaCpp
+from rope_ext_hf.tools.engines.programs.exllamav3 import ExLlamaV3
+from rope_ext_hf.tools.engines.programs.llama_cpp import LlamaCpp
+from rope_ext_hf.tools.engines.programs.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
-from rope_ext_hf.tools.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES
 from rope_ext_hf.tools.serving.gguf_files import rewrite
 from tests.conformance import models
 

@@ -56,7 +56,7 @@ def engine_table(file: str) -> dict[str, Any]:
         "when": "",
     }
     if file:
-        table |= package_table("rope_ext_hf.tools.engines", f"{file}.toml")
+        table |= package_table("rope_ext_hf.tools.engines", f"programs/{file}.toml")
     return table
 
 

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from rope_ext_hf.errors import ServingError, duration, one_line, short
 from rope_ext_hf.files.whole import json_digest
-from rope_ext_hf.tools.engines.llama_cpp import LlamaCpp
-from rope_ext_hf.tools.engines.sglang import SGLang
-from rope_ext_hf.tools.engines.vllm import VLLM
+from rope_ext_hf.tools.engines.programs.llama_cpp import LlamaCpp
+from rope_ext_hf.tools.engines.programs.sglang import SGLang
+from rope_ext_hf.tools.engines.programs.vllm import VLLM
 
 _COMPARED = 128  # tokens at the end of a prompt whose log-probabilities are asked for
 _CUTS, _CUTS_ANEW = 8, 2  # prefixes of a prompt, each one token longer, that llama.cpp is asked about

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.tools.engines.sglang import SGLang
+from rope_ext_hf.tools.engines.programs.sglang import SGLang
 from rope_ext_hf.tools.servers.engine_reader import EngineSettings, ReadingEngine, read_by_engine
 
 _BEYOND = 7

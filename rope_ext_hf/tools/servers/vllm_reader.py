@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from rope_ext_hf.tools.engines.vllm import HF_FORMAT, VLLM
+from rope_ext_hf.tools.engines.programs.vllm import HF_FORMAT, VLLM
 from rope_ext_hf.tools.servers.engine_reader import EngineSettings, ReadingEngine, read_by_engine
 
 

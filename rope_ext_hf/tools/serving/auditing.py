@@ -24,7 +24,7 @@ from rope_ext_hf.tools.engines.base import Engine, NotCheckedError, list_engines
 from rope_ext_hf.tools.engines.comparison import Expected, engine_difference, expected_numbers
 from rope_ext_hf.tools.engines.gguf_rules import ARCHITECTURES, OF_SLIDING_LAYERS, file_computes
 from rope_ext_hf.tools.engines.keys import Computed, length_setting
-from rope_ext_hf.tools.engines.vllm import HF_FORMAT, of_mistral_params
+from rope_ext_hf.tools.engines.programs.vllm import HF_FORMAT, of_mistral_params
 from rope_ext_hf.tools.serving.class_rotary import ClassRotary, check_described
 from rope_ext_hf.tools.serving.configs import refuse_adapter
 

@@ -139,7 +139,7 @@ def _check_tokenizer(task: str, settings: PromptSettings) -> None:
 
 def wordings(suite: str) -> dict[str, Any]:
     """Return the texts from which a suite's prompts are made, as read from wordings.toml."""
-    return dict(package_table("rope_ext_hf.tools.suites", "wordings.toml")[suite])
+    return dict(package_table("rope_ext_hf.tools.suites", "benchmarks/wordings.toml")[suite])
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
@@ -224,7 +224,7 @@ def register_suite(cls: S) -> S:
 
 def suite_names() -> list[str]:
     """Return the names of all suites, from the names of the files that register one; no file is imported."""
-    files = Path(__file__).parent.glob("*.py")
+    files = (Path(__file__).parent / "benchmarks").glob("*.py")
     return sorted(file.stem.replace("_", "-") for file in files if "\n@register_suite\n" in file.read_text("utf-8"))
 
 
@@ -236,7 +236,7 @@ def check_suite(name: str) -> None:
 def list_suites() -> dict[str, Suite]:
     """Return all suites by name, in alphabetical order."""
     for name in suite_names():
-        importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
+        importlib.import_module(f"{__package__}.benchmarks.{name.replace('-', '_')}")
     return dict(sorted(_SUITES.items()))
 
 

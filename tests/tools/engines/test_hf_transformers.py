@@ -6,7 +6,7 @@ import pytest
 
 from rope_ext_hf.models.families import families
 from rope_ext_hf.tools.engines.hf_transformers import MLA_FAMILIES, NTK_ALPHA_FAMILIES
-from rope_ext_hf.tools.engines.vllm import DEEPSEEK_FAMILIES
+from rope_ext_hf.tools.engines.programs.vllm import DEEPSEEK_FAMILIES
 from rope_ext_hf.tools.serving.configs import make_target, open_model
 from tests.support.every_model import tiny
 from tests.tools.support.serving_models import serve

@@ -26,7 +26,7 @@ from rope_ext_hf.eval.measurement_options import Perplexity
 from rope_ext_hf.hub import load_model
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reference import path as reference_folder
-from rope_ext_hf.tools.engines.vllm import HF_FORMAT
+from rope_ext_hf.tools.engines.programs.vllm import HF_FORMAT
 from rope_ext_hf.tools.servers.engine_reader import EngineScorer, EngineSettings, ReadingEngine, _first_spans
 from rope_ext_hf.tools.servers.sglang_reader import SGLangReader
 from rope_ext_hf.tools.servers.vllm_reader import VLLMReader

@@ -75,7 +75,7 @@ def test_a_suite_is_known_by_the_name_of_its_file() -> None:
     known = base.list_suites()  # other tests may have added suites that lie elsewhere
     assert all(each.name == name for name, each in known.items())
     assert {name: type(known[name]).__module__ for name in base.suite_names()} == {
-        name: f"{base.__package__}.{name.replace('-', '_')}" for name in base.suite_names()
+        name: f"{base.__package__}.benchmarks.{name.replace('-', '_')}" for name in base.suite_names()
     }
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import rope_ext_hf as rope
-from rope_ext_hf.tools.suites import ruler
 from rope_ext_hf.tools.suites.base import Sample, suite
+from rope_ext_hf.tools.suites.benchmarks import ruler
 from tests.tools.support.ruler import haystack, make_tokenizer
 
 pytest.importorskip("nltk")

@@ -18,8 +18,8 @@ from rope_ext_hf.tools.engines.base import NotCheckedError, engine_table, regist
 from rope_ext_hf.tools.engines.hf_transformers import Transformers
 from rope_ext_hf.tools.engines.keys import PLUGIN_TYPE, Computed, RopeKeys
 from rope_ext_hf.tools.engines.overrides import OverridingEngine, plugin_encoding
+from rope_ext_hf.tools.engines.programs.vllm import DEEPSEEK_FAMILIES, deepseek_yarn, phi3_longrope
 from rope_ext_hf.tools.engines.target import Encoding, Target
-from rope_ext_hf.tools.engines.vllm import DEEPSEEK_FAMILIES, deepseek_yarn, phi3_longrope
 
 _DEEPSEEK_FAMILIES = DEEPSEEK_FAMILIES - {"axk1", "longcat_flash"}
 """The same families as in vLLM, without axk1, which SGLang has no file for, and longcat_flash, whose file reads

@@ -38,7 +38,7 @@ import numpy
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, register_suite
-from rope_ext_hf.tools.suites.ruler_generator import TEMPLATES, Draw, Generator
+from rope_ext_hf.tools.suites.benchmarks.ruler_generator import TEMPLATES, Draw, Generator
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval import compare_runs
 from rope_ext_hf.reference import path
-from rope_ext_hf.tools.suites import short, tasks
+from rope_ext_hf.tools.suites import tasks
 from rope_ext_hf.tools.suites.base import suite
+from rope_ext_hf.tools.suites.benchmarks import short
 
 QUESTIONS = [
     {"text": "import os\nimport", "choices": ["sys", "qqz", "0zz"], "label": 0},

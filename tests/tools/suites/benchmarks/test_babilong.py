@@ -10,8 +10,8 @@ import pytest
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.hub import load_tokenizer
-from rope_ext_hf.tools.suites.babilong import STORIES, Story
 from rope_ext_hf.tools.suites.base import Sample, count_tokens, suite
+from rope_ext_hf.tools.suites.benchmarks.babilong import STORIES, Story
 
 HAYSTACK = "".join(f"This is the sentence with the number {i} of a long text. " for i in range(2000))
 GONE = r"(\w+) (?:moved|went|journeyed|travelled|went back) to the (\w+)\."
