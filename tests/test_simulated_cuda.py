@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -447,7 +448,7 @@ def test_tests_for_a_gpu_hold_here(device: SimulatedCuda, test: Callable[[], Non
     ],
 )
 def test_the_command_line_runs_there(
-    device: SimulatedCuda, command: list[str], monkeypatch: pytest.MonkeyPatch
+    device: SimulatedCuda, command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from typer.testing import CliRunner
 
@@ -455,5 +456,6 @@ def test_the_command_line_runs_there(
 
     # transformers reads weights in threads of its own, and the simulation is one thread's.
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    monkeypatch.chdir(tmp_path)  # its run may not go on from an earlier one
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output

@@ -114,7 +114,7 @@ def test_a_run_reads_offloaded_weights_once_for_all_documents(tmp_path: Path) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_the_check_reads_offloaded_weights_twice(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    plain = TokenScorer(build(family).to(dtype), chunk=CHUNK).reader
+    plain = TokenScorer(build(family).to(dtype), chunk=CHUNK, longest=CHUNK + 1).reader
     model = build(family).to(dtype)
     size = sum(parameter.nbytes for parameter in model.parameters())
     head = model.get_output_embeddings().weight.nbytes  # once more if it is tied to the embeddings
