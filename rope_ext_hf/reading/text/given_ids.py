@@ -44,7 +44,7 @@ def ends_of_ids(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple
 def names_of_ids(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the tokens with these ids, as the vocabulary writes them."""
     names = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in set(ids)}
-    return [names[token] for token in ids]
+    return list(map(names.__getitem__, ids))
 
 
 def decoded_ends(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, total: int) -> tuple[int, ...]:

@@ -121,7 +121,7 @@ def _byte_level(tokens: Sequence[str]) -> list[bytes] | None:
         known = {token: token.translate(bytes_of).encode("latin-1") for token in set(tokens)}
     except UnicodeEncodeError:
         return None
-    return [known[token] for token in tokens]
+    return list(map(known.__getitem__, tokens))
 
 
 @cache
@@ -138,7 +138,7 @@ def _byte_fallback(tokens: Sequence[str]) -> list[bytes]:
     for token in set(tokens):
         single_byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
         known[token] = bytes.fromhex(single_byte[1]) if single_byte else token.replace("▁", " ").encode("utf-8")
-    return [known[token] for token in tokens]
+    return list(map(known.__getitem__, tokens))
 
 
 def _divided(before: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
@@ -212,4 +212,4 @@ def _python_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     tokens = tokenizer.tokenize(text, split_special_tokens=tokenizer.split_special_tokens or not has_special)
     different = list(set(tokens))
     id_of = dict(zip(different, tokenizer.convert_tokens_to_ids(different), strict=True))
-    return [id_of[token] for token in tokens]
+    return list(map(id_of.__getitem__, tokens))
