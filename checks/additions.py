@@ -436,7 +436,7 @@ CLIENT = """class _StubClient(_OpenAIClient):
     program, probes = "a stub", ("/stub",)
 
 
-_KINDS = (VLLMClient, _SGLangClient, _LlamaCppClient, _StubClient, _OpenAIClient)
+_CLIENTS = (VLLMClient, _SGLangClient, _LlamaCppClient, _StubClient, _OpenAIClient)
 """
 
 
@@ -496,7 +496,7 @@ TINY = '{"model_type": "llama", "head_dim": 8, "max_position_embeddings": 512, "
 INT8 = '"inv_freq": 2e-5, "magnitude": 1e-6, "angle": 5e-6, "cos_sin": 8e-3, "logits": 1.0, "reason": "as bfloat16"'
 QUIETLY = '    quietly: bool = argument(False, "Print nothing."),\n'
 AUDIT = ') -> None:\n    """Compare what serving engines compute'
-PRINT = "    print_text(json_text(result.to_dict()) if as_json else str(result))\n    if not result.agrees"
+PRINT = "    print_result(result, as_json)\n    if not result.agrees"
 LIMITS = "    from rope_ext_hf.bounds import limits as limits\n"
 CHANGES = (
     Change("a frequency method, length-dependent or not", f"{METHODS}/static.py", slow_half, at_end(SLOW_HALF)),
@@ -608,7 +608,7 @@ CHANGES = (
         "a program that check-server asks",
         f"{TOOLS}/servers/clients.py",
         client,
-        [("_KINDS = (VLLMClient, _SGLangClient, _LlamaCppClient, _OpenAIClient)\n", CLIENT)],
+        [("_CLIENTS = (VLLMClient, _SGLangClient, _LlamaCppClient, _OpenAIClient)\n", CLIENT)],
     ),
     Change(
         "an option of a command",

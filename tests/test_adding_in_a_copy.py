@@ -56,7 +56,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     after = contents(made)
     pages = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     pages -= {change.file for change in CHANGES}
-    assert all(page == "README.md" or re.fullmatch(r"docs/[a-z0-9-]+\.md", page) for page in pages), pages
+    assert all(page == "README.md" or re.fullmatch(r"docs/[a-z0-9-]+\.(md|svg)", page) for page in pages), sorted(pages)
     return made
 
 
