@@ -76,7 +76,7 @@ trained_scaling.py --scaling yarn --folder {bench}/trained-scaling
 """One command of benchmarks/ per line; an indented line goes on with the one above."""
 
 FURTHER = "--longest 32 --factors 32 --methods yarn,mrrope,rerope,self-extend,dynamic-self-extend,jet-long,dca"
-"""What is also measured at 32 times the context length."""
+"""Arguments of the benchmarks that are repeated at 32 times the context length."""
 COSTS = "yarn,mrrope,dynamic-yarn,rerope,self-extend,dynamic-self-extend,jet-long,dca"
 """The methods whose cost in time and memory is measured."""
 

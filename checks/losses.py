@@ -12,7 +12,7 @@ from rope_ext_hf.reading.scorer import TokenScorer
 from tests.support.every_model import Entry, inputs
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "coverage.json"
-"""What `python -m checks.coverage` measured of every language model class."""
+"""The file in which `python -m checks.coverage` records every language model class."""
 EQUAL = 2e-4
 """The largest difference of two outputs that count as equal, in float32: stock angles are off by 1e-5 at 200 tokens."""
 LONG = 160  # tokens of a text

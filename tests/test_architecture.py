@@ -143,7 +143,7 @@ def check(offences: Iterable[str]) -> None:
 
 
 def test_folders_import_as_the_contracts_say() -> None:
-    """Those of import-linter in pyproject.toml: from lower floors alone, and never in a circle."""
+    """import-linter finds that folders import from lower floors alone, and never in a circle; see pyproject.toml."""
     lint = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([lint, "--no-cache", "--no-logo"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -263,7 +263,7 @@ def test_engines_are_named_in_their_folder_alone() -> None:
 
 
 def test_commands_are_spelt_by_one_function() -> None:
-    """By `questions.command_line`, which quotes them, and whose lines tests parse again."""
+    """By `options.arguments.command_line`, which quotes them, and whose lines tests parse again."""
 
     def text(node: ast.JoinedStr) -> str:
         return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)

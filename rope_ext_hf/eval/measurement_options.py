@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.measurement import RunPlan
     from rope_ext_hf.runs.run import Run
 
-__all__ = ["MeasureWith", "MeasurementOptions", "Passkey", "Perplexity", "PplOptions", "Sweep"]
+__all__ = ["MeasureWith", "MeasurementOptions", "Passkey", "Perplexity", "PplOptions", "Sweep", "some_lengths"]
 
 
 class MeasureWith(Protocol):
@@ -78,7 +78,7 @@ def _most_spans(value: Any) -> int | None:
     return number
 
 
-def _some_lengths(lengths: Any) -> tuple[int, ...] | None:
+def some_lengths(lengths: Any) -> tuple[int, ...] | None:
     """Return context lengths from an option or an argument; None stays None."""
     return None if lengths is None else tuple(parse_lengths(lengths))
 
@@ -229,7 +229,7 @@ class PplOptions(Perplexity):
     lengths: tuple[int, ...] | Any | None = argument(
         None,
         "Context lengths in tokens, e.g. 4k,8k,16k (4k = 4096). Required without --against.",
-        parse=_some_lengths,
+        parse=some_lengths,
         metavar="LENGTHS",
     )
     against: str | Any | None = argument(

@@ -29,7 +29,13 @@ from rope_ext_hf.patches.slots.patched_slot import Slot, patched_slots, tables_o
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.reading.cost.memory import available, budgets, waiting_bytes, widest_activation
 from rope_ext_hf.reading.larger.offloaded_weights import device_of_ids, is_offloaded
-from rope_ext_hf.reading.through.chunk_check import CHECKED_TOKENS, MOST_AT_ONCE, reads_at_once, why_not_in_chunks
+from rope_ext_hf.reading.through.chunk_check import (
+    CHECKED_TOKENS,
+    MOST_AT_ONCE,
+    checked_logits,
+    reads_at_once,
+    why_not_in_chunks,
+)
 from rope_ext_hf.reading.through.chunked_reader import ChunkedReader, UseOfOutputs
 from rope_ext_hf.reading.through.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
 from rope_ext_hf.reading.through.whole_reader import decoder_outputs, whole_logits
@@ -132,9 +138,12 @@ class TokenScorer:
         # with the same method can be held at a length, so that the model is read in chunks as other patches are.
         self._own_method = own[0].method if self._follows_the_input and len(own) == 1 else None
         with torch.inference_mode(), self._held_length(CHECKED_TOKENS):
-            self._at_once = reads_at_once(self.reader, self._device)
-        if not self.reads_at_once(longest or 1):
-            self.whole_because  # noqa: B018 - an error about the model comes before any text is read
+            expected = None
+            if not is_offloaded(self.reader.decoder):
+                expected = checked_logits(self.reader, self._device)
+            self._at_once = expected is not None and reads_at_once(self.reader, self._device, expected)
+            if not self.reads_at_once(longest or 1):
+                self.whole_because = why_not_in_chunks(self.reader, self._device, expected)
 
     @cached_property
     def whole_because(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What `make test` and `make test-slow` leave to `make test-thorough`: families have much in common.
+"""The tests that `make test` and `make test-slow` leave to `make test-thorough`: families have much in common.
 
 - Tests marked `thorough`.
 - Of the cases of a test marked `sampled(n)`, all but every n-th. A number that divides no parameter's number of values

@@ -1,9 +1,9 @@
 """Check which ways to read a model give the logits of an ordinary forward, on a few tokens.
 
-Short texts are read at once: one forward of the decoder, then the head. Longer ones are read in chunks; for them it is
-also found out whether its layers can be read one after the other (`layer_reader`). Offloaded weights come to
-the device for each forward, so that a model with such weights is read layer by layer first: if that gives the logits of
-an ordinary forward, its weights have come twice, and nothing else is checked.
+Short texts are read at once: one forward of the decoder, then the head. Longer ones are read in chunks; for them the
+check also finds out whether the layers can be read one after the other (`layer_reader`). Offloaded weights come to the
+device for each forward, so that a model with such weights is read layer by layer first: if that gives the logits of an
+ordinary forward, its weights have come twice, and nothing else is checked.
 """
 
 from __future__ import annotations
@@ -40,25 +40,35 @@ _UNUSUAL_CLASS = (TypeError, ValueError, AttributeError, KeyError, IndexError)
 _CHUNK = 5  # puts several tokens onto an empty cache, several onto one that is not empty, and a single one
 
 
-def reads_at_once(reader: ChunkedReader, device: torch.device) -> bool:
-    """Return whether one forward of the decoder, and then its head on a part of the tokens, give the model's logits.
-
-    If so, the setting `finish` of the reader is set to that with which the logits were equal. Weights that are brought
-    to the device for each forward are left to the other ways, and so are layers with a cache of an unknown kind, which
-    may choose keys by the number of tokens.
+def checked_logits(reader: ChunkedReader, device: torch.device) -> Tensor:
+    """Return the logits of an ordinary forward for the tokens of the check, (tokens - 1, vocabulary).
 
     Raises:
-        UnsupportedModelError: as `why_not_in_chunks`.
+        UnsupportedModelError: the model does not run on token ids alone, or sees the tokens that it is to predict.
     """
-    model, decoder = reader.model, reader.decoder
-    if is_offloaded(decoder) or decoder is model or reader.head is None:
-        return False
-    ids = _checked_ids(model, device)
+    ids = _checked_ids(reader.model, device)
     expected = _ordinary_logits(reader, ids)
     _check_causal(reader, ids, expected)
+    return expected
+
+
+def reads_at_once(reader: ChunkedReader, device: torch.device, expected: Tensor) -> bool:
+    """Return whether one forward of the decoder, and then its head on a part of the tokens, give the model's logits.
+
+    If so, the setting `finish` of the reader is set to that with which the logits were equal. Layers with a cache of an
+    unknown kind, which may choose keys by the number of tokens, are left to the other ways.
+
+    Args:
+        reader: the reader; its weights are on the device.
+        device: the device on which it takes token ids.
+        expected: the result of `checked_logits`.
+    """
+    model, decoder = reader.model, reader.decoder
+    if decoder is model or reader.head is None:
+        return False
     try:
         SpanCache(decoder.config, 1)
-        hidden = decoder_outputs(decoder, ids[:-1])
+        hidden = decoder_outputs(decoder, _checked_ids(model, device)[:-1])
     except (NotReadInChunksError, *_UNUSUAL_CLASS):
         return False
     for finish in (True, False):
@@ -79,25 +89,32 @@ def _checked_ids(model: PreTrainedModel, device: torch.device) -> Tensor:
     return torch.linspace(vocabulary // 8, 7 * vocabulary // 8, CHECKED_TOKENS, device=device).long()
 
 
-def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None:
+def why_not_in_chunks(reader: ChunkedReader, device: torch.device, expected: Tensor | None = None) -> str | None:
     """Return why a model cannot be read in chunks; None if it can.
 
     If it can, the settings `finish` and `windows` of the reader are set to those with which the logits were equal, and
     `layers` if the decoder can be read layer by layer.
 
+    Args:
+        reader: the reader.
+        device: the device on which it takes token ids.
+        expected: the result of `checked_logits`; None: it is not known yet.
+
     Raises:
-        UnsupportedModelError: the model does not run on token ids alone, or sees the tokens that it is to predict.
+        UnsupportedModelError: as `checked_logits`.
     """
     model = reader.model
     ids = _checked_ids(model, device)
-    expected, first_trial = None, None
+    first_trial = None
     if is_offloaded(reader.decoder):
         expected, first_trial = _trial_by_layer(reader, ids)
         if first_trial is not None and first_trial.difference <= _bounds(model.dtype)[0]:
             first_trial.settle(reader)
             return None
-    expected = _ordinary_logits(reader, ids) if expected is None else expected
-    _check_causal(reader, ids, expected)
+        if expected is not None:
+            _check_causal(reader, ids, expected)
+    if expected is None:
+        expected = checked_logits(reader, device)
     if first_trial is not None and first_trial.difference <= _rounding_tolerance(reader, ids, expected):
         first_trial.settle(reader)
         return None

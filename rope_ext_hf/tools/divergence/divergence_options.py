@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from rope_ext_hf.bounds import parse_lengths
-from rope_ext_hf.eval.measurement_options import MeasurementOptions, PplOptions
+from rope_ext_hf.eval.measurement_options import MeasurementOptions, PplOptions, some_lengths
 from rope_ext_hf.options.arguments import argument
 
 
@@ -23,7 +22,7 @@ class Divergence(MeasurementOptions):
     lengths: tuple[int, ...] | Any | None = argument(
         None,
         "Some of the context lengths of the run. Default: all.",
-        parse=lambda lengths: None if lengths is None else tuple(parse_lengths(lengths)),
+        parse=some_lengths,
         metavar="LENGTHS",
     )
     against: str | Any = argument(MISSING, PplOptions.help_of("against"), parse=str, metavar="FOLDER")
