@@ -25,6 +25,7 @@ TORCH = os.environ.get("TORCH") or "torch==2.13.0"
 PYTEST = ("-m", "pytest", "-n", str(min(os.cpu_count() or 2, 8)), "--dist", "loadscope")
 NEWEST = ("transformers", "accelerate", "peft", "trl", "lm-eval", "datasets", "safetensors", "huggingface_hub")
 NEWEST += ("typer", "rich")
+_NEWEST_NAMES = {name.replace("_", "-") for name in NEWEST}  # as pip reports them, but for case and underscores
 
 # The packages that SGLang imports on a CPU; its wheel asks for CUDA. Without Intel's AMX torch computes in place of its
 # own kernels; of vLLM it looks up the names of kernels alone.
@@ -115,12 +116,14 @@ def llama_cpp_source(session: nox.Session) -> Path:
 
 @nox.session
 def releases(session: nox.Session) -> None:
-    """Run `newest` if a release is newer than the pinned ones, else `oldest`."""
+    """Run `newest` if one of its packages has a release that is newer than the pinned one, else `oldest`."""
     BUILD.mkdir(exist_ok=True)
     report = BUILD / "newer.json"
     options = ("--dry-run", "--upgrade", "--upgrade-strategy", "eager", "--report", report)
     run(session, "-m", "pip", "install", "-q", *options, TORCH, *NEWEST, "-e", ".[eval,dev]")
-    packages = [each["metadata"] for each in json.loads(report.read_text())["install"] if not each["is_direct"]]
+    # Not those of tools such as linters, with which `newest` would be the pinned releases once more.
+    packages = [each["metadata"] for each in json.loads(report.read_text())["install"]]
+    packages = [each for each in packages if each["name"].lower().replace("_", "-") in _NEWEST_NAMES]
     session.log("newer: " + (" ".join(f"{each['name']}=={each['version']}" for each in packages) or "none"))
     session.notify("newest" if packages else "oldest", session.posargs)
 
