@@ -69,7 +69,7 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.reading.cost.operations": "estimate the time of reading from the measured speed of a device",
     # runs
     "rope_ext_hf.runs.kinds": "add a kind of run: plan it, make results, show them",
-    "rope_ext_hf.runs.measurement": "what a run reads, and how each item is scored",
+    "rope_ext_hf.runs.measurement": "what a run reads, how each item is scored, and what follows a run",
     "rope_ext_hf.runs.conclusions.conclusions:Conclusion": "the conclusion of a run",
     "rope_ext_hf.runs.conclusions.labels": "base class of results; keys and labels of methods",
     "rope_ext_hf.runs.conclusions.measures": "results as one number per method and length",
@@ -77,7 +77,6 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.runs.conclusions.verdicts": "judge a change by its interval, and put it into words",
     "rope_ext_hf.runs.tables": "tables of results by context length",
     "rope_ext_hf.runs.chosen_methods:apply_choice": "patch a model with the method that a user chose",
-    "rope_ext_hf.runs.runner:Progress": "base class of listeners to the progress of a run",
     "rope_ext_hf.runs.folder.folder": "lock and read the folder of a run, and compare its settings",
     "rope_ext_hf.runs.folder.journal": "read the values that a run has recorded",
     "rope_ext_hf.runs.folder.run_file": "write run.yaml, by which a run can be repeated",

@@ -13,12 +13,11 @@ from rope_ext_hf.cli.planned_runs import pass_seconds, speed_for
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.runs.measurement import RunPlan
-    from rope_ext_hf.runs.runner import Progress
+    from rope_ext_hf.runs.measurement import Listener, RunPlan
     from rope_ext_hf.runs.workers import Workers
 
 
-def shown_progress(workers: Workers | None = None) -> Progress:
+def shown_progress(workers: Workers | None = None) -> Listener:
     """Return a listener that shows the progress of runs on standard error, with a bar and the time left.
 
     If several processes share a run, only the first one shows it.
@@ -26,13 +25,13 @@ def shown_progress(workers: Workers | None = None) -> Progress:
     # torch is imported with the base class, so that the class cannot stand at the top of this module
     from rope_ext_hf.reading.cost.memory import estimate_memory, estimate_whole_memory
     from rope_ext_hf.reading.scorer import TokenScorer
-    from rope_ext_hf.runs.runner import Progress
+    from rope_ext_hf.runs.measurement import Listener
     from rope_ext_hf.runs.workers import Workers
 
     processes = workers or Workers()
     first = processes.rank == 0
 
-    class ShownProgress(Progress):
+    class ShownProgress(Listener):
         closing = ExitStack()
 
         def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:

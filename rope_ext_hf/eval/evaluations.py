@@ -24,10 +24,11 @@ from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.reading.larger.offloaded_weights import device_of_ids
 from rope_ext_hf.reading.text.documents import Corpus
 from rope_ext_hf.runs.folder.run_file import RunFile, run_file
-from rope_ext_hf.runs.measurement import RunPlan
+from rope_ext_hf.runs.listeners import as_listener
+from rope_ext_hf.runs.measurement import Listener, RunPlan
 from rope_ext_hf.runs.preflight import load_for_run
 from rope_ext_hf.runs.run import Results, Run
-from rope_ext_hf.runs.runner import Progress, carry_out
+from rope_ext_hf.runs.runner import carry_out
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,7 @@ def measure(
     chunk: int | None = None,
     offload_cache: bool = False,
     out: str | Path | None = None,
-    progress: Progress | Callable[[str, int], object] | bool | None = None,
+    progress: Listener | Callable[[str, int], object] | bool | None = None,
     file: RunFile | None = None,
 ) -> Run[Any]:
     """Measure a model at several context lengths, and the same model with each of several methods.
@@ -100,7 +101,7 @@ def measure(
         out: a folder in which the run's folder is written, as by `rope-ext ppl`; a run that is there already is
             continued. Default: no files.
         progress: called with the method's label and the number of tokens read, after each pass; True: a progress bar of
-            tqdm; or a `rope_ext_hf.runs.runner.Progress`.
+            tqdm; or a `rope_ext_hf.runs.measurement.Listener`.
         file: the description of the run that its folder keeps as run.yaml; default: it is made from `options`.
 
     Returns:
@@ -128,7 +129,7 @@ def measure(
         file = run_file(options, name, *([choice] if choice else []), tokenizer=tokenizer, **further)
     if isinstance(options, Perplexity):
         plan = options.with_key_tokens(plan, _EvaluatorRuns(str(device_of_ids(model)), model.dtype, out, file))
-    return carry_out(model, plan, out=out, progress=Progress.of(progress), file=file)
+    return carry_out(model, plan, out=out, progress=as_listener(progress), file=file)
 
 
 @with_fields_of(Perplexity)

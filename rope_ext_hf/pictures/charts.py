@@ -125,6 +125,11 @@ class LineChart:
         return len(self._lengths) > 2
 
     @property
+    def is_empty(self) -> bool:
+        """True if no method has points."""
+        return not self._lines
+
+    @property
     def _lines(self) -> dict[str, Sequence[tuple[int, float]]]:
         return {name: row for name, row in self.points.items() if row}
 
@@ -152,7 +157,7 @@ class LineChart:
 
         The default is the width of a phone. If there are two charts, the style of the page shows the one that fits.
         """
-        if not self._lines:
+        if self.is_empty:
             return ""
         caption = f"{self.axis}{', on a logarithmic axis' * self.logarithmic}, by context length in tokens."
         if self.threshold is not None:
@@ -303,6 +308,11 @@ class HeatMaps:
         return True
 
     @property
+    def is_empty(self) -> bool:
+        """True if no method has cells."""
+        return not self._lengths
+
+    @property
     def _depths(self) -> list[float]:
         return sorted({depth for cells in self.panels.values() for depth, _ in cells})
 
@@ -324,7 +334,7 @@ class HeatMaps:
 
         A single method has a map for each width, as in `LineChart.svg`; the maps of several methods stand side by side.
         """
-        if not self._lengths:
+        if self.is_empty:
             return ""
         if len(self.panels) > 1 or not widths:
             widths = (WIDTH,)

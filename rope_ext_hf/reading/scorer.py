@@ -61,9 +61,11 @@ class Cost(NamedTuple):
         """Return the cost of two measurements, one after the other."""
         return Cost(self.tokens + other.tokens, self.seconds + other.seconds, max(self.peak, other.peak))
 
-    def share(self, tokens: int) -> Cost:
-        """Return the part of the cost that belongs to some of its tokens."""
-        return Cost(tokens, self.seconds * tokens / self.tokens, self.peak)
+    def shares(self, tokens: Sequence[int]) -> list[Cost]:
+        """Return the cost of each of several texts that were read together, by their numbers of tokens."""
+        if len(tokens) == 1:
+            return [self]
+        return [Cost(count, self.seconds * count / self.tokens, self.peak) for count in tokens]
 
 
 def check_numbers(values: Tensor, tokens: int) -> None:
@@ -450,6 +452,15 @@ class TokenScorer:
         """Return the cost of everything since the last call of this method."""
         cost, self._cost = self._cost, Cost()
         return cost
+
+    @contextmanager
+    def without_cost(self) -> Iterator[None]:
+        """Leave what is read inside the with block out of the cost."""
+        cost = self._cost
+        try:
+            yield
+        finally:
+            self._cost = cost
 
     @contextmanager
     def _timed(self, tokens: int) -> Iterator[None]:

@@ -1,15 +1,18 @@
-"""Measurements, which read and score documents or prompts, and run plans: a measurement with the methods to compare."""
+"""The parts of a run: a measurement, a plan (a measurement with the methods to compare), and listeners.
+
+A `Measurement` says which documents or prompts are read and how they are scored; `loop.measure_methods` goes over them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from rope_ext_hf.errors import short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -21,16 +24,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["Cell", "Measurement", "Passed", "RunContents", "RunPlan", "Scored", "Value"]
+__all__ = ["Cell", "Listener", "Measurement", "Reading", "Record", "RunContents", "RunPlan", "Value"]
 
-T = TypeVar("T")
 M_co = TypeVar("M_co", bound="Measurement", covariant=True)
 Cell = tuple[float, ...]
 """A context length in tokens, alone or with a depth from 0 to 1, a distance in tokens or the index of a task."""
-Passed = Callable[[int], None]
-"""A function that is called after each pass, with the number of tokens that were read."""
-Scored = Iterator[tuple[Cell, T, Cost]]
-"""Values of one item: the cell, the value, and what it cost."""
 
 
 class Value(Protocol):
@@ -38,6 +36,43 @@ class Value(Protocol):
 
     def to_record(self) -> list[Any]:
         """Return the value as JSON values, in the form that a journal stores."""
+
+
+class Reading(NamedTuple):
+    """The text that is read of one item in one go, and the cells that it gives values for.
+
+    Attributes:
+        item: index of the document or prompt.
+        cells: the cell of each value. Where several readings have values for a cell, or one has several, they are
+            added up, by a method `plus` of the value.
+        tokens: the number of tokens of the text.
+        what: what the measurement needs to know of it, such as the spans of a document.
+        further: the number of tokens in each further pass that belongs to it.
+    """
+
+    item: int
+    cells: tuple[Cell, ...]
+    tokens: int
+    what: Any = None
+    further: tuple[int, ...] = ()
+
+
+class Record(NamedTuple):
+    """A value that was measured, as a listener is told of it, and as one line of a journal holds it.
+
+    Attributes:
+        method: `RopeMethod.to_dict` of the method, or None for the model as loaded.
+        item: index of the document or prompt.
+        cell: a context length, alone or with a depth, a distance or a task.
+        value: the value, as the run's `RunKind` parses it.
+        cost: tokens, seconds and memory that it took.
+    """
+
+    method: dict[str, Any] | None
+    item: int
+    cell: Cell
+    value: Value
+    cost: Cost
 
 
 @dataclass(frozen=True)
@@ -94,6 +129,7 @@ class Measurement(ABC):
             place of transformers does not give.
         weight_bytes: the size of weights that it holds on the model's device beside those of the model.
         changes_daily: why the same call reads another text on another day; empty: it does not.
+        listeners: what follows a run of this measurement, beside its journal and its progress.
         all_cells: the cells of every item, if all items have the same. A cell is a context length, alone or with a
             depth, a distance or a task.
     """
@@ -108,6 +144,7 @@ class Measurement(ABC):
     takes_outputs: bool = False
     weight_bytes: int = 0
     changes_daily: str = ""
+    listeners: Sequence[Listener] = ()
     all_cells: Sequence[Cell]
 
     def passes_under(self, method: RopeMethod | None, rotary: Rotary) -> Sequence[int]:
@@ -131,17 +168,6 @@ class Measurement(ABC):
         """
         return 0
 
-    def begin(self, folder: Path | None, method: Method, scorer: TokenScorer) -> None:  # noqa: B027 - most need nothing
-        """Get ready to measure a method; by default there is nothing to do.
-
-        It is called before `measure_items`, for each method that has any item to score.
-
-        Args:
-            folder: the run's folder; None: the run is without files.
-            method: `RopeMethod.to_dict` of the method that is measured next, or None for the model as loaded.
-            scorer: reads the tokens through the model, patched with this method.
-        """
-
     def cells(self, item: int) -> Sequence[Cell]:
         """Return the cells in which the item with this index gets a value; by default `all_cells`.
 
@@ -149,38 +175,35 @@ class Measurement(ABC):
         """
         return self.all_cells
 
-    @abstractmethod
-    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[Value]:
-        """Score one item (a document or prompt) in some of its cells.
+    def readings(self, scorer: TokenScorer, item: int, cells: Sequence[Cell]) -> Iterable[Reading]:
+        """Return what is read of one item (a document or prompt), in order; by default one text for each cell.
 
         Args:
             scorer: reads the tokens through the model, patched with the method that is measured.
             item: index of the item.
             cells: the cells to score, each a context length, alone or with a depth, a distance or a task.
-            progress: called with the number of tokens read, after each pass.
-
-        Yields:
-            (cell, value, cost), as soon as a cell is complete.
         """
+        return [Reading(item, (cell,), int(cell[0])) for cell in cells]
 
-    def measure_items(
-        self, scorer: TokenScorer, missing: Iterable[tuple[int, Sequence[Cell]]], progress: Passed
-    ) -> Iterator[tuple[int, Cell, Any, Cost]]:
-        """Score several items, by default one after the other.
-
-        A measurement that gives the scorer the text of several items at once overrides it.
+    @abstractmethod
+    def score(self, scorer: TokenScorer, reading: Reading) -> Sequence[Any]:
+        """Read some text of one item, and return the value for each of `reading.cells`.
 
         Args:
-            scorer, progress: as in `measure`.
-            missing: the index of each item, and the cells to score for it.
-
-        Yields:
-            (index of the item, cell, value, cost), as soon as a cell is complete.
+            scorer: reads the tokens through the model, patched with the method that is measured.
+            reading: one of `readings`; they come in their order.
         """
-        for item, cells in missing:
-            scorer.take_cost()  # so that the cost of earlier passes does not count for this item
-            for cell, value, cost in self.measure(scorer, item, cells, progress):
-                yield item, cell, value, cost
+
+    def together(self, scorer: TokenScorer, readings: Iterable[Reading]) -> Iterable[Sequence[Reading]]:
+        """Return the readings in groups that `score_together` reads at once; by default each is read alone."""
+        return ([reading] for reading in readings)
+
+    def score_together(self, scorer: TokenScorer, readings: Sequence[Reading]) -> list[Sequence[Any]]:
+        """Return the values of several readings, each as `score` returns them.
+
+        A measurement that gives the scorer several texts at once overrides it.
+        """
+        return [self.score(scorer, reading) for reading in readings]
 
     @abstractmethod
     def digested(self, cell: Cell) -> Iterable[bytes]:
@@ -209,6 +232,46 @@ class Measurement(ABC):
     def computed_by(self) -> tuple[str, ...]:
         """The names of the Python modules, besides the library's, whose code makes the numbers of the measurement."""
         return (type(self).__module__,)
+
+
+class Listener:
+    """Base class of what follows a run as it goes on, whose methods do nothing.
+
+    Listeners show the progress of a run, keep its journal, or store hidden states. A run calls their methods in the
+    order in which they stand here.
+    """
+
+    def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
+        """Take note that the run begins; nothing has been read yet."""
+
+    def started(self, folder: Path, done: int, units: int) -> None:
+        """Take note that the run's folder exists, with `done` of the `units` values that this process measures.
+
+        It is not called for a run without files.
+        """
+
+    def reading(self, scorer: Any) -> None:
+        """Take note that the first pass follows.
+
+        `scorer`: what reads, a `TokenScorer` or what `RunPlan.scorer` makes; its property `reading` says how.
+        """
+
+    def begins(self, method: Method, scorer: Any) -> None:
+        """Take note that a method follows, for which something is to be measured; the model is patched with it.
+
+        Args:
+            method: `RopeMethod.to_dict` of the method, or None for the model as loaded.
+            scorer: as in `reading`.
+        """
+
+    def passed(self, method: str, tokens: int) -> None:
+        """Take note of one pass through the model; `method` is the label of the method, `tokens` the number it read."""
+
+    def measured(self, record: Record) -> None:
+        """Take note of a value that is complete; `Measurement.listeners` hear of it before the journal does."""
+
+    def close(self) -> None:
+        """Take note that the run is complete, or has failed."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +303,13 @@ class RunPlan(Generic[M_co]):
     unit: str | None = None
     reader: dict[str, str] = field(default_factory=dict)
     reader_modules: tuple[str, ...] = ()
+
+    def scorer_of(self, model: PreTrainedModel) -> TokenScorer:
+        """Return the object that reads tokens through a model and scores them."""
+        longest = max(self.measurement.passes, default=1)
+        options: dict[str, Any] = {"chunk": self.chunk, "offload_cache": self.offload_cache, "longest": longest}
+        scorer: TokenScorer = (self.scorer or TokenScorer)(model, **options)
+        return scorer
 
     def passes(self, model: PreTrainedModel) -> list[int]:
         """Return for each pass of the run, with all of its methods, the number of tokens.

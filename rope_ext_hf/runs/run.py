@@ -272,7 +272,7 @@ class Run(Generic[R_co]):
         if not self.results:
             return None
         chart = self.kind.chart(self)
-        return chart if chart is not None and chart.svg() else None
+        return None if chart is None or chart.is_empty else chart
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the results with matplotlib, as in the PNG file in the run's folder.

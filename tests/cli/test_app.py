@@ -480,7 +480,7 @@ def test_an_interruption_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     words = ("reference", "--lengths", "64", "--out", str(tmp_path), "--data", __file__)
     with monkeypatch.context() as patched:
-        patched.setattr("rope_ext_hf.runs.runner.TokenScorer.losses_together", interrupt)
+        patched.setattr("rope_ext_hf.reading.scorer.TokenScorer.losses_together", interrupt)
         code, _, err = run("sweep", *words)
         assert code == 130
         assert err.splitlines()[-1] == "rope-ext: stopped; the same command continues where it stopped"

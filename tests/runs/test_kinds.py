@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from rope_ext_hf.runs import kinds
 from rope_ext_hf.runs.conclusions.labels import MethodResult, label
 from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind, run_kind
-from rope_ext_hf.runs.measurement import Cell, Measurement, RunPlan
+from rope_ext_hf.runs.measurement import Cell, Measurement, Reading, RunPlan
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.runner import carry_out
 from tests.support.models import build
@@ -111,13 +111,9 @@ class GuessMeasurement(Measurement):
     def digested(self, cell: Cell) -> Iterator[bytes]:
         yield repr([text[-int(cell[0]) :].tolist() for text in self.texts]).encode()
 
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
-    ) -> Iterator[tuple[Cell, Guesses, Cost]]:
-        for cell in cells:
-            losses = scorer.losses(self.texts[item][-int(cell[0]) :], int(cell[0]) - 8)
-            progress(int(cell[0]))
-            yield cell, Guesses(int((losses < 4.5).sum())), scorer.take_cost()
+    def score(self, scorer: TokenScorer, reading: Reading) -> list[Guesses]:
+        losses = scorer.losses(self.texts[reading.item][-reading.tokens :], reading.tokens - 8)
+        return [Guesses(int((losses < 4.5).sum()))]
 
 
 # --- its uses -----------------------------------------------------------------------------------------------------

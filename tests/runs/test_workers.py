@@ -23,7 +23,8 @@ from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.runs import workers as module
 from rope_ext_hf.runs.folder.folder import read_run
-from rope_ext_hf.runs.runner import Progress, carry_out
+from rope_ext_hf.runs.measurement import Listener
+from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.workers import Workers
 from rope_ext_hf.stopping import raising
 from tests.support.forks import run_forked
@@ -63,7 +64,7 @@ def measure_a_part(out: Path, given: Mapping[str, Any]) -> None:
         methods = MethodChoice(method=given.get("method", Yarn(factor=2.0)))
         plan = question.plan(model, methods, chunk=given.get("chunk", 64))
 
-        class Ending(Progress):
+        class Ending(Listener):
             """The process ends after some passes, as it is told."""
 
             passes = 0

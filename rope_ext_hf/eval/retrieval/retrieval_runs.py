@@ -33,7 +33,7 @@ from rope_ext_hf.runs.conclusions.labels import Method, MethodResult
 from rope_ext_hf.runs.conclusions.measures import Evidence, Measure
 from rope_ext_hf.runs.conclusions.statistics import Estimate, estimate
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
-from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
+from rope_ext_hf.runs.measurement import Cell, Measurement, Reading, RunPlan
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.tables import beyond_mark, two_column_table
 
@@ -337,26 +337,31 @@ class _RetrievalMeasurement(Measurement):
             yield f"{trial.start} {trial.depths} {trial.spare}".encode()
         yield repr(cell).encode()
 
-    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[TrialScore]:
-        """Score one prompt at several lengths and depths.
+    def readings(self, scorer: TokenScorer, item: int, cells: Sequence[Cell]) -> list[Reading]:
+        """Return the prompts of one item at several lengths and depths.
 
         If prompts share their text, the text of each length is read once, and then asked about each depth.
         """
-        length_read_last = 0
+        readings: list[Reading] = []
+        length_read_last = 0.0
         for cell in cells:
-            length, depth = int(cell[0]), cell[1]
-            trial = self.trials[depth][item]
-            prompt = trial.prompt(self.haystack, length, depth)
-            again = self.shared and length_read_last == length
-            shared = len(prompt) - len(trial.question) if self.shared else 0
-            losses, likeliest = scorer.candidates(prompt, trial.answers, length=length, shared=shared, again=again)
-            exact = torch.equal(likeliest[0], trial.answers[0])
-            length_read_last = length
-            progress(trial.tail if again else length)
-            check_numbers(losses, length)
-            nats = losses.double()  # (answers, tokens)
-            score = TrialScore(exact, _rank(nats.sum(-1)), nats[0].mean().item())
-            yield cell, score, scorer.take_cost()
+            again = self.shared and length_read_last == cell[0]
+            length_read_last = cell[0]
+            tokens = self.trials[cell[1]][item].tail if again else int(cell[0])
+            readings.append(Reading(item, (cell,), tokens, again))
+        return readings
+
+    def score(self, scorer: TokenScorer, reading: Reading) -> list[TrialScore]:
+        """Score one prompt; `reading.what` says whether its text was read for the prompt before it."""
+        [(number, depth)] = reading.cells
+        length, trial = int(number), self.trials[depth][reading.item]
+        prompt = trial.prompt(self.haystack, length, depth)
+        shared = len(prompt) - len(trial.question) if self.shared else 0
+        losses, likeliest = scorer.candidates(prompt, trial.answers, length=length, shared=shared, again=reading.what)
+        check_numbers(losses, length)
+        exact = torch.equal(likeliest[0], trial.answers[0])
+        nats = losses.double()  # (answers, tokens)
+        return [TrialScore(exact, _rank(nats.sum(-1)), nats[0].mean().item())]
 
 
 def _rank(losses: Tensor) -> float:

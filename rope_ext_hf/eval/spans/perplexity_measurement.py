@@ -12,9 +12,9 @@ from torch import Tensor
 from rope_ext_hf.errors import CorpusError
 from rope_ext_hf.eval.spans.span_measurement import SpanMeasurement, first_scored, grouped
 from rope_ext_hf.reading.protocols import Span
-from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import EvalPlan, Pass, Setting
-from rope_ext_hf.runs.measurement import Cell, Passed
+from rope_ext_hf.reading.scorer import TokenScorer
+from rope_ext_hf.reading.spans import EvalPlan, Setting
+from rope_ext_hf.runs.measurement import Cell, Reading
 
 __all__ = ["DocumentLoss", "PerplexityMeasurement"]
 
@@ -129,15 +129,23 @@ class PerplexityMeasurement(SpanMeasurement[DocumentLoss]):
         for _, spans in self.plan.documents:
             yield repr([span for span in spans if span.length == cell[0]]).encode()
 
-    def score(
-        self, scorer: TokenScorer, batch: Sequence[tuple[int, Pass]], progress: Passed
-    ) -> tuple[list[list[DocumentLoss]], Cost]:
-        """Read some passes together, and return the losses of their spans, see `SpanMeasurement.score`."""
-        nats_of_passes = _float64(self.losses(scorer, batch))
-        cost = scorer.take_cost()
-        recent_nats = self._recent_losses(scorer, batch, progress)
-        losses = []
-        for (item, one_pass), nats in zip(batch, nats_of_passes, strict=True):
+    def readings(self, scorer: TokenScorer, item: int, cells: Sequence[Cell]) -> list[Reading]:
+        """Return the passes of a document, each with those of the reference that belong to it, see `_recent_losses`."""
+        readings = super().readings(scorer, item, cells)
+        if not (self.plan.recent and scorer.unpatched):
+            return readings
+        counts = [len(self.plan.recent_spans(reading.what.spans)) for reading in readings]
+        return [
+            reading._replace(further=(self.plan.recent,) * count)
+            for reading, count in zip(readings, counts, strict=True)
+        ]
+
+    def score_together(self, scorer: TokenScorer, readings: Sequence[Reading]) -> list[Sequence[DocumentLoss]]:
+        """Read some passes together, and return the losses of their spans, see `SpanMeasurement.score_together`."""
+        nats_of_passes = [nats.to(torch.float64) for nats in self.losses(scorer, readings)]
+        recent_nats = self._recent_losses(scorer, readings) if self.plan.recent and scorer.unpatched else {}
+        losses: list[Sequence[DocumentLoss]] = []
+        for (item, _, _, one_pass, _), nats in zip(readings, nats_of_passes, strict=True):
             first = first_scored(one_pass)
             losses.append(
                 [
@@ -147,32 +155,31 @@ class PerplexityMeasurement(SpanMeasurement[DocumentLoss]):
                     for span in one_pass.spans
                 ]
             )
-        return losses, cost
+        return losses
 
-    def losses(self, scorer: TokenScorer, batch: Sequence[tuple[int, Pass]]) -> Sequence[Tensor]:
-        """Return the losses of the scored tokens of each pass in nats, each (tokens,) float32; arguments as `score`."""
-        return scorer.losses_together(self.texts(batch), length=batch[0][1].context)
+    def losses(self, scorer: TokenScorer, readings: Sequence[Reading]) -> Sequence[Tensor]:
+        """Return the losses of the scored tokens of each pass in nats, each (tokens,) float32."""
+        return scorer.losses_together(self.texts(readings), length=readings[0].what.context)
 
-    def _recent_losses(
-        self, scorer: TokenScorer, batch: Sequence[tuple[int, Pass]], progress: Passed
-    ) -> dict[tuple[int, Span], float]:
+    def _recent_losses(self, scorer: TokenScorer, readings: Sequence[Reading]) -> dict[tuple[int, Span], float]:
         """Return for some spans the loss of their targets, in nats, when only the last tokens before them are read.
 
         The model as loaded alone is measured so, under a protocol that has this reference; see `EvalPlan.recent`. The
         result has the index of the document and the span as its keys.
         """
-        if not scorer.unpatched:
-            return {}
         spans = [
-            (item, span, recent) for item, one_pass in batch for span, recent in self.plan.recent_spans(one_pass.spans)
+            (reading.item, span, recent)
+            for reading in readings
+            for span, recent in self.plan.recent_spans(reading.what.spans)
         ]
         losses = {}
         for group in grouped(spans, lambda _: self.plan.recent, scorer.tokens_together):
             texts = [self.text(item, recent.start, recent.stop, recent.score_from) for item, _, recent in group]
-            nats_of_group = _float64(scorer.losses_together(texts, length=self.plan.recent))
+            with scorer.without_cost():
+                nats_of_group = scorer.losses_together(texts, length=self.plan.recent)
             for (item, span, recent), nats in zip(group, nats_of_group, strict=True):
-                losses[item, span] = nats[: recent.score_to - recent.score_from].sum().item()
-                progress(recent.stop - recent.start)
+                scored = nats[: recent.score_to - recent.score_from].to(torch.float64)
+                losses[item, span] = scored.sum().item()
         return losses
 
     def _document_loss(self, item: int, span: Span, nats: Tensor, recent_nats: float | None) -> DocumentLoss:
@@ -191,7 +198,3 @@ class PerplexityMeasurement(SpanMeasurement[DocumentLoss]):
             key_tokens=len(keys),
             recent_nats=recent_nats,
         )
-
-
-def _float64(losses: Sequence[Tensor]) -> list[Tensor]:
-    return [losses_of_text.to(torch.float64) for losses_of_text in losses]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.reading.protocols import Span
-from rope_ext_hf.reading.scorer import Cost, TokenScorer
+from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Pass, span_passes
 from rope_ext_hf.runs.conclusions.labels import label
 from rope_ext_hf.runs.kinds import RunKind
-from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, Scored, Value
+from rope_ext_hf.runs.measurement import Cell, Measurement, Reading, Value
 from rope_ext_hf.runs.run import Run
 
 __all__ = ["SpanMeasurement", "SpanRuns", "scored_parts"]
@@ -59,74 +59,36 @@ class SpanMeasurement(Measurement, Generic[V]):
         _, spans = self.plan.documents[item]
         return [(length,) for length in sorted({span.length for span in spans})]
 
-    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[V]:
-        """Score one document at some lengths, see `measure_items`."""
-        for _, cell, value, cost in self.measure_items(scorer, [(item, cells)], progress):
-            yield cell, value, cost
+    def readings(self, scorer: TokenScorer, item: int, cells: Sequence[Cell]) -> list[Reading]:
+        """Return the passes in which a document is read at some lengths; one may score the spans of several lengths."""
+        spans = [span for span in self.plan.documents[item][1] if (span.length,) in cells]
+        return [
+            Reading(item, tuple((span.length,) for span in each.spans), each.stop - each.start, each)
+            for each in span_passes(spans, depends_on_total_length=scorer.depends_on_total_length)
+        ]
 
-    def measure_items(
-        self, scorer: TokenScorer, missing: Iterable[tuple[int, Sequence[Cell]]], progress: Passed
-    ) -> Iterator[tuple[int, Cell, V, Cost]]:
-        """Score documents at some lengths.
+    def together(self, scorer: TokenScorer, readings: Iterable[Reading]) -> Iterable[Sequence[Reading]]:
+        """Return the passes in groups: each alone, unless weights of layers wait elsewhere, see `tokens_together`."""
 
-        A pass through the model that scores tokens for several lengths is read once. The cost of a length is that of
-        all passes that score tokens for it. Passes that the scorer reads together share their time by their tokens.
-        """
-        unread = Counter[tuple[int, int]]()  # spans by document and length
-        passes: list[tuple[int, Pass]] = []
-        for item, cells in missing:
-            wanted = [span for span in self.plan.documents[item][1] if (span.length,) in cells]
-            unread.update((item, span.length) for span in wanted)
-            passes += [
-                (item, one_pass)
-                for one_pass in span_passes(wanted, depends_on_total_length=scorer.depends_on_total_length)
-            ]
-        values: dict[tuple[int, int], V] = {}
-        costs: dict[tuple[int, int], Cost] = {}
+        def same_length(reading: Reading) -> int:
+            return reading.what.context if scorer.depends_on_total_length else 0
 
-        def tokens_of(entry: tuple[int, Pass]) -> int:
-            return entry[1].stop - entry[1].start
+        return grouped(readings, attrgetter("tokens"), scorer.tokens_together, same_length)
 
-        def same_length(entry: tuple[int, Pass]) -> int:
-            return entry[1].context if scorer.depends_on_total_length else 0
-
-        for batch in grouped(passes, tokens_of, scorer.tokens_together, same_length):
-            scorer.take_cost()  # drops the cost of earlier reading, which belongs to no length
-            values_of_passes, cost = self.score(scorer, batch, progress)
-            for (item, one_pass), values_of_pass in zip(batch, values_of_passes, strict=True):
-                progress(one_pass.stop - one_pass.start)
-                for span, value in zip(one_pass.spans, values_of_pass, strict=True):
-                    earlier = values.get((item, span.length))
-                    values[item, span.length] = value if earlier is None else earlier.plus(value)
-                    unread[item, span.length] -= 1
-                for length in sorted({span.length for span in one_pass.spans}):
-                    entry = item, length
-                    costs[entry] = costs.get(entry, Cost()).plus(cost.share(one_pass.stop - one_pass.start))
-                    if not unread[entry]:
-                        yield item, (length,), values[entry], costs[entry]
+    def score(self, scorer: TokenScorer, reading: Reading) -> Sequence[V]:
+        """Read one pass, and return the value of each of its spans."""
+        return self.score_together(scorer, [reading])[0]
 
     @abstractmethod
-    def score(
-        self, scorer: TokenScorer, batch: Sequence[tuple[int, Pass]], progress: Passed
-    ) -> tuple[list[list[V]], Cost]:
-        """Read some passes together, and return the values of their spans.
+    def score_together(self, scorer: TokenScorer, readings: Sequence[Reading]) -> list[Sequence[V]]:
+        """Read some passes together, and return the value of each span of each pass."""
 
-        Args:
-            scorer: reads the tokens.
-            batch: the passes, each with the index of its document.
-            progress: called with the number of tokens of anything that is read besides the passes.
-
-        Returns:
-            For each pass a list with the value of each of its spans; and the cost of the passes, without that of
-            anything else that was read.
-        """
-
-    def texts(self, batch: Sequence[tuple[int, Pass]]) -> list[tuple[Tensor, int]]:
-        """Return the text of each pass as a scorer takes it: its token ids, and the position of the first scored one.
-
-        `batch` holds the passes, each with the index of its document.
-        """
-        return [self.text(item, one_pass.start, one_pass.stop, first_scored(one_pass)) for item, one_pass in batch]
+    def texts(self, readings: Sequence[Reading]) -> list[tuple[Tensor, int]]:
+        """Return each pass as a scorer takes it: its token ids, and the position of the first token that is scored."""
+        return [
+            self.text(reading.item, reading.what.start, reading.what.stop, first_scored(reading.what))
+            for reading in readings
+        ]
 
     def text(self, item: int, start: int, stop: int, first: int) -> tuple[Tensor, int]:
         """Return a stretch of a document as a scorer takes it: its token ids, and the position of the first scored one.

@@ -378,11 +378,11 @@ def fitting_memory(
             them.
     """
     how: dict[str, Any] = {"offload_cache": offload_cache, "by_layer": by_layer, "further_weights": further_weights}
-    needed = estimate_memory(model, longest, dtype, device=device, **how)
-    ways = [needed]
-    if needed.waiting and not spread:
-        ways += _moved(needed, model, longest, dtype, device, fetch=fetch)
-    return next((way for way in ways if _fits(way, _free(device, spread=spread))), needed)
+    needed, free = estimate_memory(model, longest, dtype, device=device, **how), _free(device, spread=spread)
+    if spread or not needed.waiting or _fits(needed, free):
+        return needed
+    ways = _moved(needed, model, longest, dtype, device, fetch=fetch)
+    return next((way for way in ways if _fits(way, free)), needed)
 
 
 def _moved(

@@ -13,9 +13,9 @@ from typing import Any
 from rope_ext_hf.errors import FileError, one_line, short
 from rope_ext_hf.files.whole import disk_errors, locked, parse_json_object
 from rope_ext_hf.runs.conclusions.labels import Method, method_key
-from rope_ext_hf.runs.folder.journal import Record, read_plain, read_records
+from rope_ext_hf.runs.folder.journal import read_plain, read_records
 from rope_ext_hf.runs.kinds import RunKind, run_kind
-from rope_ext_hf.runs.measurement import Cell, RunContents
+from rope_ext_hf.runs.measurement import Cell, Record, RunContents
 from rope_ext_hf.runs.run import Run
 
 __all__ = ["exclusive", "identifying", "other_settings", "read_run", "setting_name"]

@@ -14,38 +14,20 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from rope_ext_hf.bounds import limit
 from rope_ext_hf.errors import FileError, one_line, short
 from rope_ext_hf.files.whole import disk_errors, fsync_path, parse_json_object, write_text
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.conclusions.labels import method_key
-from rope_ext_hf.runs.measurement import Cell, RunContents, Value, cell_from_json
+from rope_ext_hf.runs.measurement import Cell, Record, RunContents, Value, cell_from_json
 
 __all__ = ["GO_ON", "read_plain", "read_records"]
 
 _JOURNALS = "records.*.jsonl"
 _CHUNKS = "chunks.json"
 GO_ON = "make room, and the same command goes on where this one stopped"
-
-
-class Record(NamedTuple):
-    """One line of a journal: the value that a method has for one item (document or prompt) in one cell.
-
-    Attributes:
-        method: `RopeMethod.to_dict` of the method, or None for the model as loaded.
-        item: index of the document or prompt.
-        cell: a context length, alone or with a depth, a distance or a task.
-        value: the value, as the run's `RunKind` parses it.
-        cost: tokens, seconds and memory that it took.
-    """
-
-    method: dict[str, Any] | None
-    item: int
-    cell: Cell
-    value: Value
-    cost: Cost
 
 
 # --- reading a folder that may come from somebody else ----------------------------------------------------------------

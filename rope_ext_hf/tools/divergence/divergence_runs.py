@@ -7,11 +7,11 @@ by the KL divergence from P to Q, and by whether both have the same likeliest to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from rich.table import Table
@@ -25,7 +25,7 @@ from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.reading.protocols import PROTOCOLS, Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import Pass, check_prompts, check_vocabulary
+from rope_ext_hf.reading.spans import check_prompts, check_vocabulary
 from rope_ext_hf.reading.through.head_losses import HeadLosses
 from rope_ext_hf.runs.conclusions.conclusions import Conclusion
 from rope_ext_hf.runs.conclusions.labels import Method, MethodResult, label
@@ -33,7 +33,7 @@ from rope_ext_hf.runs.conclusions.measures import Evidence, Measure, exponential
 from rope_ext_hf.runs.conclusions.statistics import Estimate, estimate
 from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.runs.kinds import register_run_kind
-from rope_ext_hf.runs.measurement import Cell, Passed, RunPlan
+from rope_ext_hf.runs.measurement import Cell, Listener, Reading, Record, RunPlan
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.tables import BEST_NOTE, beyond_mark, length_table
 from rope_ext_hf.tools.divergence.divergence_options import Divergence
@@ -319,6 +319,16 @@ class DivergenceRuns(SpanRuns):
         return replace(conclusion, sentences=(sentence, *conclusion.sentences) if several else (sentence,))
 
 
+class _Checking(Listener):
+    """A listener that compares the losses of the stored run with those that it recorded, before a value is kept."""
+
+    def __init__(self, measurement: _DivergenceMeasurement) -> None:
+        self._measurement = measurement
+
+    def measured(self, record: Record) -> None:
+        self._measurement.check_recorded(record)
+
+
 class _DivergenceMeasurement(SpanMeasurement[DocumentDivergence]):
     """The measurement of the divergence from the distributions of a stored run; an item is a document.
 
@@ -353,6 +363,7 @@ class _DivergenceMeasurement(SpanMeasurement[DocumentDivergence]):
             left_out=self.plan.left_out,
         )
         self._head: HeadLosses | None = None
+        self.listeners = [_Checking(self)]
 
     @property
     def computed_by(self) -> tuple[str, ...]:
@@ -365,38 +376,15 @@ class _DivergenceMeasurement(SpanMeasurement[DocumentDivergence]):
             yield document.ids.numpy().tobytes()
             yield repr([span for span in spans if span.length == cell[0]]).encode()
 
-    def begin(self, folder: Path | None, method: Method, scorer: TokenScorer) -> None:
-        """Raise UnsupportedModelError if the model has no last hidden states, because it is read whole."""
-        scorer.check_outputs()
-
-    def measure_items(
-        self, scorer: TokenScorer, missing: Iterable[tuple[int, Sequence[Cell]]], progress: Passed
-    ) -> Iterator[tuple[int, Cell, DocumentDivergence, Cost]]:
-        """Compare the distributions over documents at some lengths, see `SpanMeasurement.measure_items`.
+    def score_together(self, scorer: TokenScorer, readings: Sequence[Reading]) -> list[Sequence[DocumentDivergence]]:
+        """Read some passes together, and return the divergences over their spans, see `SpanMeasurement.score_together`.
 
         Raises:
-            FileError: the states are damaged, or do not give the loss that the run recorded.
+            UnsupportedModelError: the model has no last hidden states, because it is read whole.
         """
-        for item, cell, value, cost in super().measure_items(scorer, missing, progress):
-            recorded = self.states.nats[self._numbers[item], int(cell[0])]
-            if abs(value.reference_nats - recorded) > _RECORDED * value.tokens:
-                losses = (
-                    f"{value.reference_nats / value.tokens:.3f} against {recorded / value.tokens:.3f} nats per token"
-                )
-                raise FileError(
-                    f"the states stored in {str(self.states.run.path)!r} do not give the loss that the run recorded "
-                    f"for {short(printable(value.name))!r} at {cell[0]:,} tokens ({losses}): they are of another model "
-                    "or text; measure the run again with another --out"
-                )
-            yield item, cell, value, cost
-
-    def score(
-        self, scorer: TokenScorer, batch: Sequence[tuple[int, Pass]], progress: Passed
-    ) -> tuple[list[list[DocumentDivergence]], Cost]:
-        """Read some passes together, and return the divergences over their spans, see `SpanMeasurement.score`."""
 
         def use(number: int, begin: int, outputs: Tensor, targets: Tensor) -> list[tuple[Span, Tensor]]:
-            item, one_pass = batch[number]
+            item, one_pass = readings[number].item, readings[number].what
             head = scorer.head
             reference = self._reference_head(outputs.device, head.head_bytes)
             sums = []
@@ -408,15 +396,26 @@ class _DivergenceMeasurement(SpanMeasurement[DocumentDivergence]):
                 sums.append((span, columns.cpu().double().sum(0)))
             return sums
 
-        results = scorer.outputs_together(self.texts(batch), use, length=batch[0][1].context)
-        cost = scorer.take_cost()
-        values = []
-        for (item, one_pass), parts in zip(batch, results, strict=True):
+        results = scorer.outputs_together(self.texts(readings), use, length=readings[0].what.context)
+        values: list[Sequence[DocumentDivergence]] = []
+        for (item, _, _, one_pass, _), parts in zip(readings, results, strict=True):
             sums = {span: torch.zeros(4, dtype=torch.float64) for span in one_pass.spans}
             for span, columns in (pair for pairs in parts for pair in pairs):
                 sums[span] += columns
             values.append([self._value(item, span, sums[span]) for span in one_pass.spans])
-        return values, cost
+        return values
+
+    def check_recorded(self, record: Record) -> None:
+        """Raise FileError if the stored states do not give the loss that the stored run recorded: they are damaged."""
+        value, length = cast("DocumentDivergence", record.value), int(record.cell[0])
+        recorded = self.states.nats[self._numbers[record.item], length]
+        if abs(value.reference_nats - recorded) > _RECORDED * value.tokens:
+            losses = f"{value.reference_nats / value.tokens:.3f} against {recorded / value.tokens:.3f} nats per token"
+            raise FileError(
+                f"the states stored in {str(self.states.run.path)!r} do not give the loss that the run recorded "
+                f"for {short(printable(value.name))!r} at {length:,} tokens ({losses}): they are of another model "
+                "or text; measure the run again with another --out"
+            )
 
     def _value(self, item: int, span: Span, sums: Tensor) -> DocumentDivergence:
         """Return the divergence over one span; `sums` are the columns of `divergences`, summed over its targets."""

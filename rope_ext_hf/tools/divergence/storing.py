@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.measurement_options import Perplexity
-from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss, PerplexityMeasurement
-from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import EvalPlan, Pass
+from rope_ext_hf.eval.spans.perplexity_measurement import PerplexityMeasurement
+from rope_ext_hf.reading.scorer import TokenScorer
+from rope_ext_hf.reading.spans import EvalPlan
 from rope_ext_hf.runs.conclusions.labels import Method
-from rope_ext_hf.runs.measurement import Cell, Passed, RunPlan
+from rope_ext_hf.runs.measurement import Listener, Reading, Record, RunPlan
 from rope_ext_hf.tools.divergence.states_files import head_of, stored_bytes, token_names
 from rope_ext_hf.tools.divergence.states_writer import StatesWriter
 
@@ -58,7 +58,6 @@ class _StoringMeasurement(PerplexityMeasurement):
     """
 
     takes_outputs = True
-    _writer: StatesWriter
 
     def __init__(
         self, plan: EvalPlan, keys: Sequence[Tensor] | None = None, keys_from: str = "", *, states: str, names: str
@@ -66,6 +65,8 @@ class _StoringMeasurement(PerplexityMeasurement):
         super().__init__(plan, keys, keys_from)
         self.setting = replace(self.setting, states=states)
         self.states, self.names = states, names
+        self._storage = _Storage(self)
+        self.listeners = [self._storage]
 
     @property
     def computed_by(self) -> tuple[str, ...]:
@@ -79,45 +80,54 @@ class _StoringMeasurement(PerplexityMeasurement):
         """Return the bytes that the last hidden states take, see `Measurement.stored_bytes`."""
         return stored_bytes(model, self.plan, self.states, dtype, methods)
 
-    def begin(self, folder: Path | None, method: Method, scorer: TokenScorer) -> None:
+    def losses(self, scorer: TokenScorer, readings: Sequence[Reading]) -> Sequence[Tensor]:
+        """Return the losses of the scored tokens of some passes, and store the hidden states that predict them."""
+
+        def use(number: int, begin: int, outputs: Tensor, targets: Tensor) -> Tensor:
+            self._storage.writer.put(readings[number].item, readings[number].what, begin, outputs)
+            return scorer.head.losses(outputs, targets).cpu()
+
+        parts = scorer.outputs_together(self.texts(readings), use, length=readings[0].what.context)
+        return [torch.cat(parts_of_pass) for parts_of_pass in parts]
+
+
+class _Storage(Listener):
+    """A listener to a run that stores hidden states: it opens a file for each method, and completes its parts.
+
+    The states of a document and length are on disk before the journal has their loss.
+
+    `measurement`: what the run measures.
+    """
+
+    writer: StatesWriter
+    _folder: Path | None = None
+
+    def __init__(self, measurement: _StoringMeasurement) -> None:
+        self._measurement = measurement
+
+    def started(self, folder: Path, done: int, units: int) -> None:
+        self._folder = folder
+
+    def begins(self, method: Method, scorer: TokenScorer) -> None:
         """Get ready to store the last hidden states under a method.
 
         Raises:
             MethodError: the run is without files.
             UnsupportedModelError: the model has no hidden states that could be stored.
         """
-        if folder is None:
+        if self._folder is None:
             raise MethodError("store_states needs the folder of a run, in which states are stored; give out=...")
         scorer.check_outputs()
-        self._writer = StatesWriter(
-            folder,
+        self.writer = StatesWriter(
+            self._folder,
             method,
-            self.plan,
-            text=self.fingerprint(),
-            names=self.names,
-            dtype=self.states,
+            self._measurement.plan,
+            text=self._measurement.fingerprint(),
+            names=self._measurement.names,
+            dtype=self._measurement.states,
             model=scorer.model,
             head=scorer.head,
         )
 
-    def measure_items(
-        self, scorer: TokenScorer, missing: Iterable[tuple[int, Sequence[Cell]]], progress: Passed
-    ) -> Iterator[tuple[int, Cell, DocumentLoss, Cost]]:
-        """Score documents at some lengths; the states of a document and length are on disk before its loss is recorded.
-
-        See `SpanMeasurement.measure_items`.
-        """
-        for item, cell, loss, cost in super().measure_items(scorer, missing, progress):
-            self._writer.finish(item, int(cell[0]))
-            yield item, cell, loss, cost
-
-    def losses(self, scorer: TokenScorer, batch: Sequence[tuple[int, Pass]]) -> Sequence[Tensor]:
-        """Return the losses of the scored tokens of some passes, and store the hidden states that predict them."""
-
-        def use(number: int, begin: int, outputs: Tensor, targets: Tensor) -> Tensor:
-            item, one_pass = batch[number]
-            self._writer.put(item, one_pass, begin, outputs)
-            return scorer.head.losses(outputs, targets).cpu()
-
-        parts = scorer.outputs_together(self.texts(batch), use, length=batch[0][1].context)
-        return [torch.cat(parts_of_pass) for parts_of_pass in parts]
+    def measured(self, record: Record) -> None:
+        self.writer.finish(record.item, int(record.cell[0]))

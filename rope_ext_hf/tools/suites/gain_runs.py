@@ -25,7 +25,7 @@ from rope_ext_hf.runs.conclusions.measures import Evidence, Measure
 from rope_ext_hf.runs.conclusions.statistics import estimate
 from rope_ext_hf.runs.conclusions.verdicts import Outcome, verdict
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
-from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
+from rope_ext_hf.runs.measurement import Cell, Measurement, Reading, RunPlan
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.tables import beyond_mark, two_column_table
 from rope_ext_hf.tools.suites.gain_rows import RowTokenizer, TextRow, TokenRow, docstring_rows, read_rows
@@ -189,11 +189,7 @@ class _GainMeasurement(Measurement):
 
     def __init__(self, setting: GainSetting, rows: Mapping[str, TokenRow], cells: Sequence[tuple[int, int]]) -> None:
         self.setting, self.items, self._rows, self.all_cells = setting, list(rows), list(rows.values()), cells
-        self.passes = []
-        for row in self._rows:
-            for length, distance in cells:
-                # The second prompt is read from the place on where it differs from the first.
-                self.passes += [length, len(row.evidence) + distance + len(row.answer)]
+        self.passes = [tokens for row in self._rows for cell in cells for tokens in self._passes(row, cell)]
         self.scored = 2 * len(cells) * sum(len(row.answer) for row in self._rows)
         self.short_passes = 1  # the answer is a forward of its own
 
@@ -205,23 +201,28 @@ class _GainMeasurement(Measurement):
             for ids in (prompts.with_evidence, prompts.without_evidence, row.answer):
                 yield f"{len(ids)}".encode() + ids.numpy().tobytes()
 
-    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[AnswerLoss]:
-        """Compute the loss of one row's answer with the evidence and without it, for each length and distance.
+    def readings(self, scorer: TokenScorer, item: int, cells: Sequence[Cell]) -> list[Reading]:
+        passes = {cell: self._passes(self._rows[item], cell) for cell in cells}
+        return [Reading(item, (cell,), first, further=(second,)) for cell, (first, second) in passes.items()]
+
+    def score(self, scorer: TokenScorer, reading: Reading) -> list[AnswerLoss]:
+        """Compute the loss of one row's answer with the evidence and without it, for one length and distance.
 
         The beginning that both prompts share is read once.
         """
-        row = self._rows[item]
-        for cell in cells:
-            length, distance = map(int, cell)
-            prompts = row.prompts(length, distance)
-            score = partial(scorer.candidates, answers=row.answer[None], length=length, shared=prompts.shared)
-            losses, _ = score(prompts.with_evidence)
-            with_evidence = losses.double().sum().item()
-            progress(length)
-            losses, _ = score(prompts.without_evidence, again=True)
-            without_evidence = losses.double().sum().item()
-            progress(length - prompts.shared)
-            yield cell, AnswerLoss(with_evidence, without_evidence, len(row.answer)), scorer.take_cost()
+        row, [cell] = self._rows[reading.item], reading.cells
+        length, distance = map(int, cell)
+        prompts = row.prompts(length, distance)
+        loss = partial(scorer.candidates, answers=row.answer[None], length=length, shared=prompts.shared)
+        with_evidence, _ = loss(prompts.with_evidence)
+        without_evidence, _ = loss(prompts.without_evidence, again=True)
+        sums = with_evidence.double().sum().item(), without_evidence.double().sum().item()
+        return [AnswerLoss(*sums, len(row.answer))]
+
+    def _passes(self, row: TokenRow, cell: Cell) -> tuple[int, int]:
+        """Return the number of tokens in the two passes for a row: the second prompt is read from where it differs."""
+        length, distance = map(int, cell)
+        return length, len(row.evidence) + distance + len(row.answer)
 
 
 def _plan(

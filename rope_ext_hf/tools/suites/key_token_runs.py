@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +25,7 @@ from rope_ext_hf.reading.spans import check_vocabulary, prefix_tokens, tokenize,
 from rope_ext_hf.reading.text.documents import Document, Tokens
 from rope_ext_hf.runs.conclusions.labels import Method, MethodResult, label
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
-from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
+from rope_ext_hf.runs.measurement import Cell, Measurement, Reading, RunPlan
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.tables import length_table
 from rope_ext_hf.tools.suites.key_tokens import (
@@ -162,17 +162,29 @@ class _KeyTokenMeasurement(Measurement):
         for document, passes in self.documents:
             yield document.ids.numpy().tobytes() + text_digest(document).encode() + repr(passes).encode()
 
-    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[_DocumentKeys]:
-        document, passes = self.documents[item]
-        compared, keys = set[int](), set[int]()  # of tokens; passes may overlap
-        for long_pass in passes:
-            compared_in_pass, keys_in_pass = self._search(scorer, document.ids, long_pass)
-            compared |= compared_in_pass
-            keys |= keys_in_pass
-            progress(sum(self._sizes(long_pass)))
+    def readings(self, scorer: TokenScorer, item: int, cells: Sequence[Cell]) -> Iterator[Reading]:
+        """Yield the long contexts of a document; the last one gives the value of the document, for all of them."""
+        passes = self.documents[item][1]
+        if cells and not passes:
+            yield Reading(item, tuple(cells), 0)
+        for number, long_pass in enumerate(passes if cells else ()):
+            is_last = number == len(passes) - 1
+            yield Reading(item, tuple(cells) if is_last else (), sum(self._sizes(long_pass)), long_pass)
+
+    def score(self, scorer: TokenScorer, reading: Reading) -> list[_DocumentKeys]:
+        document, passes = self.documents[reading.item]
+        long_pass = reading.what
+        if not passes or long_pass == passes[0]:
+            self._compared, self._keys = set[int](), set[int]()  # of tokens; passes may overlap
+        if long_pass is not None:
+            compared, keys = self._search(scorer, document.ids, long_pass)
+            self._compared |= compared
+            self._keys |= keys
+        if not reading.cells:
+            return []
         spans = character_spans(document)
-        ranges = merged(spans[token] for token in keys)
-        yield cells[0], _DocumentKeys(document.name, len(compared), len(keys), ranges), scorer.take_cost()
+        ranges = merged(spans[token] for token in self._keys)
+        return [_DocumentKeys(document.name, len(self._compared), len(self._keys), ranges)]
 
     def _search(self, scorer: TokenScorer, ids: Any, long_pass: _Pass) -> tuple[set[int], set[int]]:
         """Return the tokens of one long context that were examined, and the key tokens among them.

@@ -27,7 +27,7 @@ from rope_ext_hf.runs.conclusions.measures import EffectiveLength, Evidence, Mea
 from rope_ext_hf.runs.conclusions.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.conclusions.verdicts import Outcome, verdict
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
-from rope_ext_hf.runs.measurement import Cell, Measurement, Passed, RunPlan, Scored
+from rope_ext_hf.runs.measurement import Cell, Measurement, Reading, RunPlan
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.tables import beyond_mark, length_table
 from rope_ext_hf.tools.suites.base import PromptSettings, Suite
@@ -215,7 +215,7 @@ class _TaskMeasurement(Measurement):
     ) -> None:
         self.setting, self.prompts = setting, dict(sorted(prompts.items()))
         self.all_cells = list(self.prompts)
-        self.score, self.decode, self.stop, self.changes_daily = score, decode, stop, changes_daily
+        self.score_answer, self.decode, self.stop, self.changes_daily = score, decode, stop, changes_daily
         all_prompts = list(chain.from_iterable(self.prompts.values()))
         self.items = [f"sample {index}" for index in range(len(all_prompts) // len(self.prompts))]
         self.passes = [prompt.tokens for prompt in all_prompts]
@@ -234,16 +234,16 @@ class _TaskMeasurement(Measurement):
             for ids in (prompt.ids, *prompt.candidates):
                 yield f"{len(ids)}".encode() + ids.numpy().tobytes()
 
-    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[TaskScore]:
-        for cell in cells:
-            prompt = self.prompts[cell][item]
-            if prompt.candidates:
-                value = TaskScore(_ranks_first(scorer, prompt), "")
-            else:
-                answer = self.decode(scorer.generate(prompt.ids.long(), prompt.budget, stop=self.stop))
-                value = TaskScore(self.score(answer, prompt.references, prompt.others), answer)
-            progress(prompt.tokens)
-            yield cell, value, scorer.take_cost()
+    def readings(self, scorer: TokenScorer, item: int, cells: Sequence[Cell]) -> list[Reading]:
+        return [Reading(item, (cell,), self.prompts[cell][item].tokens) for cell in cells]
+
+    def score(self, scorer: TokenScorer, reading: Reading) -> list[TaskScore]:
+        [cell] = reading.cells
+        prompt = self.prompts[cell][reading.item]
+        if prompt.candidates:
+            return [TaskScore(_ranks_first(scorer, prompt), "")]
+        answer = self.decode(scorer.generate(prompt.ids.long(), prompt.budget, stop=self.stop))
+        return [TaskScore(self.score_answer(answer, prompt.references, prompt.others), answer)]
 
 
 def _ranks_first(scorer: TokenScorer, prompt: TaskPrompt) -> float:

@@ -38,8 +38,8 @@ from rope_ext_hf.runs.conclusions.statistics import estimate_share, estimate_sha
 from rope_ext_hf.runs.folder.folder import exclusive
 from rope_ext_hf.runs.folder.identity import digest_inputs
 from rope_ext_hf.runs.folder.run_file import RunFile, check_inputs, run_file
+from rope_ext_hf.runs.measurement import Listener
 from rope_ext_hf.runs.run import Run
-from rope_ext_hf.runs.runner import Progress
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.serving.model_card import CARD_COLUMNS, made_from, write_card
 from rope_ext_hf.tools.training.callback import RopeCallback
@@ -88,7 +88,7 @@ def finetune(
     out: str | Path,
     *,
     report: Callable[[str], None] | None = None,
-    progress: Progress | bool | None = None,
+    progress: Listener | bool | None = None,
     **fields: Any,
 ) -> FinetuneReport:
     """Patch a model, train it at the extended length, and measure it before and after on text that it did not see.
@@ -129,7 +129,7 @@ def check_packages(options: Finetuning) -> None:
 
 
 def _finetune(
-    options: Finetuning, out: Path, say: Callable[[str], None], progress: Progress | bool | None
+    options: Finetuning, out: Path, say: Callable[[str], None], progress: Listener | bool | None
 ) -> FinetuneReport:
     material = training_material(options)
     base = _load(options)
@@ -220,7 +220,7 @@ class _FinetuningRun:
     material: TrainingMaterial
     folder: Path
     say: Callable[[str], None]
-    progress: Progress | bool | None
+    progress: Listener | bool | None
     file: RunFile  # the run file that measurements leave in their folders
     runs: dict[str, list[Run[Any]]] = field(default_factory=dict)  # of perplexity and retrieval, by model
     measured: dict[str, list[Result]] = field(default_factory=dict)  # perplexities, by model

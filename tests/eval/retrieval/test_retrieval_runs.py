@@ -133,16 +133,17 @@ def test_with_a_key_for_every_depth_prompts_of_a_trial_differ_in_their_question_
 def test_a_prompt_that_is_read_once_and_asked_three_times_scores_as_three_prompts(method: str | None) -> None:
     model, tokenizer = build("llama", vocab_size=259), byte_tokenizer()
     read: list[int] = []
-    read_apart: list[int] = []
     with rope.patched(model, method) if method else nullcontext():
         question = Passkey(lengths=[150, 250], depths=[0, 0.5, 1], trials=2, keys=3, task="key-value", haystack=HAY)
         plan = question.plan(model, tokenizer=tokenizer).measurement
         scorer = TokenScorer(model, chunk=32)
         for item in range(2):
             cells = plan.cells(item)
-            together = [(cell, score) for cell, score, _ in plan.measure(scorer, item, cells, read.append)]
-            apart = [(c, s) for cell in cells for c, s, _ in plan.measure(scorer, item, [cell], read_apart.append)]
-            assert together == apart
+            together = list(plan.readings(scorer, item, cells))
+            apart = [reading for cell in cells for reading in plan.readings(scorer, item, [cell])]
+            read += [reading.tokens for reading in together]
+            scores = [plan.score(scorer, reading) for reading in together]
+            assert scores == [plan.score(scorer, reading) for reading in apart]
     assert sorted(read) == sorted(plan.passes)
     assert read.count(250) == read.count(150) == 2
     assert sum(read) < 2 * (150 + 250) + 4 * 2 * 30

@@ -23,14 +23,14 @@ from rope_ext_hf.methods.static import NTK, Linear, Yarn
 from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.reading.spans import prepare
 from rope_ext_hf.reading.text.documents import Document, Tokens
-from rope_ext_hf.runs import runner
+from rope_ext_hf.runs import recorded_run
 from rope_ext_hf.runs.conclusions.labels import label
 from rope_ext_hf.runs.folder import identity
 from rope_ext_hf.runs.folder.folder import identifying, read_run
 from rope_ext_hf.runs.folder.identity import find_base_rotary, model_key
 from rope_ext_hf.runs.folder.report import write_files
-from rope_ext_hf.runs.measurement import RunPlan
-from rope_ext_hf.runs.runner import Progress, carry_out
+from rope_ext_hf.runs.measurement import Listener, RunPlan
+from rope_ext_hf.runs.runner import carry_out
 from tests.support.models import build
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "run-0.1.0"
@@ -245,7 +245,7 @@ def test_a_folder_of_before_is_read_and_another_one_is_written(tmp_path: Path) -
     text = PerplexityMeasurement(prepare(build("llama"), documents(), lengths=[64, 128], bos=False))
     started: list[int] = []
 
-    class Watched(Progress):
+    class Watched(Listener):
         def started(self, folder: Path, done: int, units: int) -> None:
             started.append(done)
 
@@ -281,12 +281,12 @@ def test_a_folder_of_before_that_holds_retrieval_is_read_finished_or_not(tmp_pat
 
 def test_another_path_is_the_same_run_and_a_foreign_run_file_is_refused(tmp_path: Path) -> None:
     settings = json.loads((RECORDED / "run.json").read_text(encoding="utf-8"))
-    runner._write_settings(tmp_path, settings)
-    runner._write_settings(tmp_path, settings | {"model": "elsewhere"})
+    recorded_run._write_settings(tmp_path, settings)
+    recorded_run._write_settings(tmp_path, settings | {"model": "elsewhere"})
     assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8")) == settings
     assert identifying(settings) == identifying(settings | {"model": "elsewhere"})
     with pytest.raises(rope.FileError, match="describes another run"):
-        runner._write_settings(tmp_path, settings | {"weights": "others"})
+        recorded_run._write_settings(tmp_path, settings | {"weights": "others"})
 
 
 def test_how_a_tokenizer_was_loaded_does_not_count() -> None:

@@ -22,9 +22,9 @@ from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
 from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.folder.folder import exclusive, read_run
-from rope_ext_hf.runs.folder.journal import Record, agree_on_chunks, open_journal, read_plain, read_records
+from rope_ext_hf.runs.folder.journal import agree_on_chunks, open_journal, read_plain, read_records
 from rope_ext_hf.runs.folder.report import write_files
-from rope_ext_hf.runs.measurement import RunContents
+from rope_ext_hf.runs.measurement import Record, RunContents
 from tests.support.texts import TWO_MODULES
 
 CONTENTS = RunContents(("a", "b"), {(64,): 2, (128,): 2})

@@ -222,7 +222,7 @@ def test_memory_does_not_grow_with_the_vocabulary_times_the_length(tmp_path: Pat
         plan = question.plan(models[1], chunk=64)
         scorer = TokenScorer(models[1], chunk=64, head_bytes=64 * 1024 * 4)
         seen.elements = 0
-        list(plan.measurement.measure_items(scorer, [(0, [(length,)])], lambda tokens: None))
+        plan.measurement.score_together(scorer, plan.measurement.readings(scorer, 0, [(length,)]))
     assert seen.elements == vocabulary * 64 * 4  # the bytes of the head, as they are read from its file
     assert seen.elements < length * vocabulary / 4
 
