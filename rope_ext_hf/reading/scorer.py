@@ -457,10 +457,8 @@ class TokenScorer:
     def without_cost(self) -> Iterator[None]:
         """Leave what is read inside the with block out of the cost."""
         cost = self._cost
-        try:
-            yield
-        finally:
-            self._cost = cost
+        yield
+        self._cost = cost
 
     @contextmanager
     def _timed(self, tokens: int) -> Iterator[None]:

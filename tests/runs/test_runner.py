@@ -30,7 +30,7 @@ from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.reading.cost import memory as reading_memory
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reading.text.documents import Document, Tokens
-from rope_ext_hf.runs import runner
+from rope_ext_hf.runs import recorded_run
 from rope_ext_hf.runs.chosen_methods import over_rotary
 from rope_ext_hf.runs.conclusions.labels import label, method_key
 from rope_ext_hf.runs.conclusions.measures import perplexity_text
@@ -200,7 +200,7 @@ def test_the_pages_are_written_before_the_lock_is_given_back(tmp_path: Path, mon
         refused.append(str(error.value))
         write_files(found)
 
-    monkeypatch.setattr(runner, "write_files", write_while_another_comes)
+    monkeypatch.setattr(recorded_run, "write_files", write_while_another_comes)
     found = run(tmp_path, methods=["ntk"])
     assert len(refused) == 1
     assert f"(process {os.getpid()} on" in refused[0]

@@ -18,7 +18,8 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -351,6 +352,13 @@ class EngineScorer:
     def take_cost(self) -> Cost:
         cost, self.cost = self.cost, Cost()
         return cost
+
+    @contextmanager
+    def without_cost(self) -> Iterator[None]:
+        """Leave what is read inside the with block out of the cost, as `TokenScorer.without_cost` does."""
+        cost = self.cost
+        yield
+        self.cost = cost
 
     def _read(self, process: ReadingEngine, texts: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
         """Return the engine's negative log-likelihoods of the last tokens of texts, (tokens - first,) float32 each."""
