@@ -1,6 +1,7 @@
 """The commands that measure at which lengths a model reads well: `ppl`, `sweep`, `passkey`, `report`.
 
-`Prepared` holds the steps that all of them share: plan, check that the model fits into memory, measure, print.
+`Prepared` holds the steps that all of them share: plan, check that the model fits into memory, measure, print. The loop
+over methods, documents and spans is `rope_ext_hf.runs.loop.measure_methods`.
 """
 
 from __future__ import annotations
