@@ -169,7 +169,7 @@ KERNELS = (
     "tests/rotary/test_triton_rotation.py",
     "tests/attention/test_triton_merging_compiled.py",
     "tests/attention/test_triton_merging.py",
-    "tests/patches/forward/test_forward_hooks_kernels.py",
+    "tests/patches/forward/test_rotation_kernels.py",
 )
 
 

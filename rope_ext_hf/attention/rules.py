@@ -175,6 +175,11 @@ class TokenPositions:
             self.query_scales[entry] = None if scale is None else scale[:, None, :, None].to(dtype)
         return self.query_scales[entry]
 
+    def forget(self) -> None:
+        """Free the rotations and temperatures that one layer has computed for the next ones."""
+        self.rotations.clear()
+        self.query_scales.clear()
+
     def of_rows(self, rows: tuple[int, ...]) -> TokenPositions:
         """Return the positions of these rows alone, without the cached results that other layers have computed."""
         query_positions, key_positions = (pick_rows(x, rows) for x in (self.query_positions, self.key_positions))

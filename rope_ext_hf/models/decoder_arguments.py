@@ -85,7 +85,7 @@ def _renamed(decoder: nn.Module, *missing: str) -> UnsupportedModelError:
     )
 
 
-def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a call by name; those given by position get the names of the decoder's forward."""
     if not args:
         return kwargs
@@ -138,14 +138,13 @@ def cache_argument(decoder: nn.Module, call: Mapping[str, Any]) -> Any:
     return None
 
 
-def past_length(decoder: nn.Module, call: Mapping[str, Any]) -> int:
-    """Return the number of tokens that the cache of a call holds; 0 if the call has no cache.
+def past_length(decoder: nn.Module, cache: Any, call: Mapping[str, Any]) -> int:
+    """Return the number of tokens that the cache of a call holds, see `cache_argument`; 0 if the call has no cache.
 
     In 5.0 a static cache counts its keys that are not zero, and so leaves out tokens with a zero embedding, such as
     padding. Its decoders store new keys at the places that `generate` names in `cache_position`: the first of them is
     the number that is wanted.
     """
-    cache = cache_argument(decoder, call)
     if cache is None:
         return 0
     length, places = cache.get_seq_length(), call.get("cache_position")

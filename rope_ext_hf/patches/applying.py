@@ -18,10 +18,11 @@ from rope_ext_hf.models.decoder_arguments import check_names
 from rope_ext_hf.models.patch_records import Patch
 from rope_ext_hf.models.weights_at_hand import missing_weights
 from rope_ext_hf.patches.forward.attention_function import register
-from rope_ext_hf.patches.forward.attention_hooks import RemappingHooks, attach, detach
 from rope_ext_hf.patches.forward.attention_interface import ATTENTION_NAME
-from rope_ext_hf.patches.forward.forward_hooks import DecoderHooks, decoder_of, install_forward_hooks
-from rope_ext_hf.patches.forward.length_hooks import LengthHooks
+from rope_ext_hf.patches.forward.decoders import decoder_of, install_forwards
+from rope_ext_hf.patches.forward.length_forward import LengthForward
+from rope_ext_hf.patches.forward.patched_forward import DecoderForward
+from rope_ext_hf.patches.forward.remapping_forward import RemappingForward, attach, detach
 from rope_ext_hf.patches.held_lengths import hold_again
 from rope_ext_hf.patches.planning import PatchPlan, plan_replay
 from rope_ext_hf.patches.saved.adapters import stop_recording
@@ -86,8 +87,8 @@ def apply_plan(plan: PatchPlan) -> None:
     When an exception is raised, the model is as it was before the call.
     """
     model, state, method = plan.model, plan.state, plan.state.spec.method
-    hooks = _hooks_for(state.spec)
-    if hooks is not None:
+    forward = _forward_for(state.spec)
+    if forward is not None:
         for slot in plan.slots:
             check_names(decoder_of(model, slot.parent))
     modules = [
@@ -95,10 +96,10 @@ def apply_plan(plan: PatchPlan) -> None:
     ]  # may still raise MethodError
     before, slots = active_patches(model), patched_slots(model)
     try:
-        if hooks is not None:
-            _try_with_a_cache(plan, hooks)
-        _install(plan, modules, hooks)
-        if hooks is not None and issubclass(hooks, LengthHooks):
+        if forward is not None:
+            _try_with_a_cache(plan, forward)
+        _install(plan, modules, forward)
+        if forward is not None and issubclass(forward, LengthForward):
             check_batching(model, modules)
         hold_again(modules)
         attach_saving(model, modules[0])
@@ -118,19 +119,19 @@ def _before_use(slot: PatchedRotaryEmbedding) -> None:
     cover_models_above(slot)
 
 
-def needs_hooks(spec: Patch) -> bool:
-    """Return whether a patch needs hooks around the decoder; only then does `patch` try it by running tokens."""
-    return _hooks_for(spec) is not None
+def changes_forward(spec: Patch) -> bool:
+    """Return whether a patch changes the decoder's forward; only then does `patch` try it by running tokens."""
+    return _forward_for(spec) is not None
 
 
-def _hooks_for(spec: Patch) -> type[DecoderHooks] | None:
-    """Return the class of the hooks that a patch needs around each decoder; None for a static method."""
+def _forward_for(spec: Patch) -> type[DecoderForward] | None:
+    """Return the class of the forward that a patch puts on each decoder; None for a static method."""
     if isinstance(spec.method, RemappingMethod):
-        return RemappingHooks
-    return LengthHooks if spec.method.depends_on_length(spec.rotary) else None
+        return RemappingForward
+    return LengthForward if spec.method.depends_on_length(spec.rotary) else None
 
 
-def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
+def _try_with_a_cache(plan: PatchPlan, forward: type[DecoderForward]) -> None:
     """Test whether the first patch of its kind on a class of decoders computes the same with a cache as without.
 
     Afterwards the model may lack the patch that it had, which the patch that is being applied replaces anyway.
@@ -138,7 +139,7 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
     model, spec = plan.model, plan.state.spec
     slot = next(slot for slot in plan.slots if not slot.idle)
     decoder = decoder_of(model, slot.parent)
-    kind = kind_of_patch(decoder, hooks, spec.method)
+    kind = kind_of_patch(decoder, forward, spec.method)
     if was_tried(kind):
         return
     try:
@@ -150,7 +151,7 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
         layers = small_layers(plan.attention, spec.method, method, rotary)
         small = PatchPlan(model, state, plan.slots, layers)
         try:
-            _install(small, [make_replacement(slot, method, rotary, state) for slot in plan.slots], hooks)
+            _install(small, [make_replacement(slot, method, rotary, state) for slot in plan.slots], forward)
             difference = try_continuation(model, decoder, kind, spec.method)
         finally:
             remove_patch(model)
@@ -159,8 +160,8 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
         plan.state.notes += (f"Generating with a cache was not checked, because {reason}.",)
 
 
-def _install(plan: PatchPlan, modules: Sequence[PatchedRotaryEmbedding], hooks: type[DecoderHooks] | None) -> None:
-    """Put the modules, configs and hooks of a plan into its model, and take off a patch that the model has."""
+def _install(plan: PatchPlan, modules: Sequence[PatchedRotaryEmbedding], forward: type[DecoderForward] | None) -> None:
+    """Put the modules, configs and forwards of a plan into its model, and take off a patch that the model has."""
     model, state = plan.model, plan.state
     remove_patch(model)
     swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})
@@ -182,8 +183,8 @@ def _install(plan: PatchPlan, modules: Sequence[PatchedRotaryEmbedding], hooks: 
             slot.module.config = slot.config  # the replaced module keeps the config it was built from
             patched = next(swap.patched for swap in state.configs if swap.original is slot.config)
             module.config = patched if slot.scaled_layers else slot.config
-    if hooks is not None:
-        install_forward_hooks(model, hooks)
+    if forward is not None:
+        install_forwards(model, forward)
 
 
 def patch_as_planned(plan: PatchPlan) -> None:

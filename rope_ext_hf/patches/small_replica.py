@@ -22,7 +22,7 @@ from rope_ext_hf.models.layer_types import AttentionLayers
 from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.models.small_models import small_model
 from rope_ext_hf.models.weights_at_hand import on_meta_device
-from rope_ext_hf.patches.applying import apply_plan, needs_hooks, reapply, remove_patch
+from rope_ext_hf.patches.applying import apply_plan, changes_forward, reapply, remove_patch
 from rope_ext_hf.patches.planning import plan_patch
 from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.patches.slots.slot_finding import rotary_modules
@@ -69,7 +69,7 @@ def check_without_weights(model: nn.Module) -> None:
         MethodError, UnsupportedModelError: as `patch` would, if the model had its weights.
     """
     specs = active_patches(model)
-    if not (specs and needs_hooks(specs[-1]) and on_meta_device(model)):
+    if not (specs and changes_forward(specs[-1]) and on_meta_device(model)):
         return
     config = rotary_modules(model)[0].config
     small = small_replica(config.to_json_string(use_diff=False))

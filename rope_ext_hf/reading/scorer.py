@@ -23,7 +23,7 @@ from torch import Tensor
 from rope_ext_hf.bounds import check_int
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.base_rope import check_pairing
-from rope_ext_hf.patches.forward.forward_hooks import decoder_of
+from rope_ext_hf.patches.forward.decoders import decoder_of
 from rope_ext_hf.patches.patching import fixed_length, patched
 from rope_ext_hf.patches.slots.patched_slot import Slot, patched_slots, tables_of
 from rope_ext_hf.patches.slots.slot_finding import find_slots

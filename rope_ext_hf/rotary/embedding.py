@@ -25,7 +25,7 @@ from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, constant, 
 from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.exported import is_exporting, outside_trace, rotation_at
-from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, state_of_table
+from rope_ext_hf.rotary.forward_state import ForwardState, state_of_table
 from rope_ext_hf.rotary.phase import fixed_point, phase_at, phase_to_radians
 
 __all__ = ["Layout", "RotaryEmbedding", "arrange"]
@@ -339,11 +339,8 @@ class RotaryEmbedding(nn.Module):
         """
         if not self.length_dependent:
             return self(x, position_ids)
-        push(ForwardState(owner=self, tables=(self,), row_lengths=self.resolve_lengths(lengths())))
-        try:
+        with ForwardState(tables=(self,), row_lengths=self.resolve_lengths(lengths())):
             return self(x, position_ids)
-        finally:
-            pop(self)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
         """Return cos and sin of the angles at the positions of one call.
@@ -497,8 +494,5 @@ def override_angles(tables: Sequence[RotaryEmbedding], radians: Tensor, attentio
         attention_factor: the factor of cos and sin.
     """
     frequency = fixed_point(radians.double())
-    push(ForwardState(owner=tables[0], tables=tuple(tables), frequency=frequency, attention_factor=attention_factor))
-    try:
+    with ForwardState(tables=tuple(tables), frequency=frequency, attention_factor=attention_factor):
         yield
-    finally:
-        pop(tables[0])

@@ -1,9 +1,9 @@
-"""The states of the forwards that are running in this thread: whatever is kept for the time of one forward.
+"""The forwards that are under way in this thread, innermost last, and what each of them tells the modules inside.
 
-A decoder's hooks `push` a state before its forward and `pop` it after; the modules inside look up the state that names
-them. Each thread has a stack of its own, so that several threads may run one model. docs/internals.md lists what the
-states hold. `graph_break` keeps functions that look at the values of tensors, or that change a state, out of the graphs
-that `torch.compile` builds.
+A forward enters its state with a `with` statement, and the modules that run inside look up the state that names them.
+Each thread has a stack of its own, so that several threads may run one model. docs/internals.md lists what the states
+hold. `graph_break` keeps functions that look at the values of tensors, or that change a state, out of the graphs that
+`torch.compile` builds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,14 @@ from torch import Tensor, nn
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# A plain threading.local: torch.compile traces its attributes, and not those of a ContextVar.
+_local = threading.local()
+
 
 @dataclass(eq=False, kw_only=True)
 class ForwardState:
-    """The values that are kept while one module runs its forward, for the rotary modules inside it."""
+    """The values that the modules inside one forward read. The forward is under way inside `with state:`."""
 
-    owner: object  # the module whose forward it is, or another object that began it
     tables: tuple[nn.Module, ...] = ()  # the rotary modules inside that read this state
     row_lengths: Tensor | None = None
     """The lengths in tokens whose frequencies the rows get, (rows,) or (rows, tokens) integers.
@@ -36,37 +38,21 @@ class ForwardState:
     frequency: Tensor | None = None  # fixed point, int64 (dim // 2,), in place of the method's frequencies
     attention_factor: float = 1.0  # the factor of cos and sin that goes with `frequency`
 
+    def __enter__(self) -> Self:
+        _local.states = (*getattr(_local, "states", ()), self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _local.states = _local.states[:-1]
+        self.close()
+
     def close(self) -> None:
-        """Undo the changes that this forward has made elsewhere; called after an error has ended the forward."""
-
-
-# A plain threading.local: torch.compile traces its attributes, and not those of a ContextVar.
-_local = threading.local()
+        """Undo the changes that this forward has made elsewhere; called when it ends, also by an error."""
 
 
 def running() -> Iterator[ForwardState]:
-    """Return the states of the forwards that are running in this thread, innermost first."""
+    """Return the states of the forwards that are under way in this thread, innermost first."""
     return reversed(getattr(_local, "states", ()))
-
-
-def push(state: ForwardState) -> None:
-    """Make this state that of the innermost forward in this thread; `pop` ends it."""
-    _local.states = (*getattr(_local, "states", ()), state)
-
-
-def pop(owner: object) -> ForwardState | None:
-    """Remove the state of the innermost forward that `owner` began, and return it.
-
-    None: it began none, because an earlier hook raised an error.
-    """
-    states = getattr(_local, "states", ())
-    for index in range(len(states) - 1, -1, -1):
-        if states[index].owner is owner:
-            _local.states = states[:index]
-            for interrupted in states[index + 1 :]:  # an error ended them before their hooks after the forward ran
-                interrupted.close()
-            return states[index]  # type: ignore[no-any-return]
-    return None
 
 
 def state_of_table(table: nn.Module) -> ForwardState | None:

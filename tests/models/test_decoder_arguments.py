@@ -264,13 +264,13 @@ class Counting(DynamicCache):  # type: ignore[misc]
 
 
 def test_the_tokens_in_a_cache_are_those_before_the_place_that_is_given() -> None:
-    call: dict[str, Any] = {"past_key_values": Counting(), "cache_position": torch.tensor([5, 6])}
-    assert past_length(Placed(), call) == 5
-    assert past_length(Placed(), call | {"cache_position": None}) == 3
-    assert past_length(Placed(), call | {"past_key_values": None}) == 0
-    assert past_length(Old(), call) == 3  # which does not read it
-    call["past_key_values"].counted = 3  # a number, which is right, and known without a wait for the device
-    assert past_length(Placed(), call) == 3
+    cache, call = Counting(), {"cache_position": torch.tensor([5, 6])}
+    assert past_length(Placed(), cache, call) == 5
+    assert past_length(Placed(), cache, {"cache_position": None}) == 3
+    assert past_length(Placed(), None, call) == 0
+    assert past_length(Old(), cache, call) == 3  # which does not read it
+    cache.counted = 3  # a number, which is right, and known without a wait for the device
+    assert past_length(Placed(), cache, call) == 3
 
 
 # --- by their name, which is checked -------------------------------------------------------------------------------

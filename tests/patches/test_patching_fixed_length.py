@@ -14,7 +14,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
-from rope_ext_hf.patches.forward import forward_call as forward_context
+from rope_ext_hf.patches.forward import forward_call
 from rope_ext_hf.patches.trials import continuation_probe
 from tests.support.model_checks import (
     CHANGED,
@@ -280,7 +280,7 @@ def test_sticky_growth_goes_on_after_another_patch(inside: str, monkeypatch: pyt
     grown = logits(model, ids)
     assert difference(grown, fresh) >= CHANGED
     if inside == "refused":  # and the earlier patch comes back
-        monkeypatch.setattr(forward_context, "cache_argument", lambda decoder, call: None)
+        monkeypatch.setattr(forward_call, "cache_argument", lambda decoder, call: None)
         with pytest.raises(UnsupportedModelError, match="does not compute the same with a cache"):
             rope.patch(model, "rerope")
     else:

@@ -21,7 +21,7 @@ from rope_ext_hf import NTKAwareRoPE, Rotary, RotaryEmbedding
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.methods.base import constant
 from rope_ext_hf.rotary.embedding import override_angles
-from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, running, state_of_table
+from rope_ext_hf.rotary.forward_state import ForwardState, running, state_of_table
 from tests.support.models import TRAINED, build, logits, tokens
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -139,19 +139,15 @@ def test_a_second_thread_that_fixes_a_length_is_refused() -> None:
 
 
 def test_the_innermost_forward_of_a_module_is_read() -> None:
-    first, second, outer, inner = (nn.Identity() for _ in range(4))
-    push(ForwardState(owner=outer, tables=(first, second)))
-    push(ForwardState(owner=inner, tables=(second,)))
-    owners = [state.owner for state in (state_of_table(first), state_of_table(second)) if state is not None]
-    assert owners == [outer, inner]
-    assert state_of_table(outer) is None
-    assert pop(second) is None
-    assert pop(outer) is not None  # and with it the forward inside, which an interrupt ended
+    first, second, third = (nn.Identity() for _ in range(3))
+    with ForwardState(tables=(first, second)) as outer:
+        with ForwardState(tables=(second,)) as inner:
+            assert [state_of_table(table) for table in (first, second, third)] == [outer, inner, None]
+        assert state_of_table(second) is outer
     assert not list(running())
 
 
-def test_an_interrupted_forward_is_cleared_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch skips the hooks after a forward where a KeyboardInterrupt ends it."""
+def test_an_interrupted_forward_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = patched("dynamic-ntk", num_hidden_layers=1), tokens(TRAINED + 2)
     expected = logits(model, ids)
 
@@ -165,11 +161,9 @@ def test_an_interrupted_forward_is_cleared_by_the_next(monkeypatch: pytest.Monke
             patch.setattr(model.model.norm, "forward", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 model(ids[:, -1:], past_key_values=cache)
-    assert list(running())
-    assert [layer for layer in cache.layers if "update" in vars(layer)]
-    assert torch.equal(logits(model, ids), expected)
     assert not list(running())
     assert not [layer for layer in cache.layers if "update" in vars(layer)]
+    assert torch.equal(logits(model, ids), expected)
 
 
 def test_overridden_angles_reach_this_thread_and_these_modules_alone() -> None:

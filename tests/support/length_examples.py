@@ -74,4 +74,4 @@ def in_parts(model: Any, ids: Tensor, sizes: Sequence[int], **kwargs: Any) -> Te
 
 def keys_that_stay(patch: pytest.MonkeyPatch) -> None:
     """From here on no key is turned in a model patched anew: what the tests would miss if they missed that."""
-    patch.setattr("rope_ext_hf.patches.forward.length_hooks.find_key_layouts", lambda *_: [None] * 8)
+    patch.setattr("rope_ext_hf.patches.forward.cached_keys.find_key_layouts", lambda *_: [None] * 8)

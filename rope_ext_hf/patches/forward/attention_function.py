@@ -2,7 +2,7 @@
 
 transformers looks attention functions up by name. `register` adds `remapped_attention` under our name, with a mask
 function beside it, and a patch makes the model's own configs name that name. The function gets queries and keys rotated
-to where keys are stored, and the positions of the forward from its `ForwardContext`; `attention/blockwise.py` computes.
+to where keys are stored, and the positions of the forward from its `ForwardCall`; `attention/blockwise.py` computes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rope_ext_hf.patches.forward.attention_interface import (
     register_attention,
     run_as_loaded,
 )
-from rope_ext_hf.patches.forward.forward_call import CONTEXT_KWARG, ForwardContext, current_context
+from rope_ext_hf.patches.forward.forward_call import CALL_KWARG, ForwardCall, current_call
 
 
 def remapped_attention(
@@ -56,8 +56,8 @@ def remapped_attention(
             "model again"
         )
     # In a backward with gradient checkpoints, attention runs again when its forward has long ended.
-    context: ForwardContext | None = kwargs.pop(CONTEXT_KWARG, None) or current_context()
-    if context is None or context.token_positions is None:
+    call: ForwardCall | None = kwargs.pop(CALL_KWARG, None) or current_call()
+    if call is None or call.token_positions is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} ran outside a forward of its decoder, so the positions of its tokens are not "
             "known. Call the whole model; with gradient checkpointing, use a model family whose layers pass keyword "
@@ -72,28 +72,26 @@ def remapped_attention(
         modifiers = kwargs.get("s_aux"), layer.index, kwargs.get("scaling"), kwargs.get("softcap")
         operator = torch.ops.rope_ext_hf.remapped_attention
         return operator(query, key, value, mask, *modifiers, kwargs.get("dropout", 0.0)), None
-    return _attend_in_context(module, context, mask, query, key, value, **kwargs), None
+    return _attend_in_call(module, call, mask, query, key, value, **kwargs), None
 
 
-def _attend_in_context(
-    module: nn.Module, context: ForwardContext, mask: Tensor | None, *qkv: Tensor, **kwargs: Any
-) -> Tensor:
-    """Return the output of one attention module in the forward that `context` describes.
+def _attend_in_call(module: nn.Module, call: ForwardCall, mask: Tensor | None, *qkv: Tensor, **kwargs: Any) -> Tensor:
+    """Return the output of one attention module in the forward that `call` describes.
 
     Where the rule of a method depends on the length, rows of different lengths are computed apart and put together.
     `qkv`: the queries, keys and values. The output: (rows, tokens, heads, head_dim of the values).
     """
-    assert context.token_positions is not None
-    if not context.row_groups:
-        return _attend_by_rule(module, RowGroup(None, None, context.token_positions), mask, *qkv, **kwargs)
+    assert call.token_positions is not None
+    if not call.row_groups:
+        return _attend_by_rule(module, RowGroup(None, None, call.token_positions), mask, *qkv, **kwargs)
     by_row: dict[int, Tensor] = {}
-    for group in context.row_groups:
+    for group in call.row_groups:
         group_qkv, group_mask = qkv, mask
         if group.rows is not None:
             group_qkv = tuple(pick_rows(x, group.rows) for x in qkv)
             group_mask = None if mask is None else pick_rows(mask, group.rows)
         if group.method is None:  # rows in which the method changes nothing, or no more than the size of queries
-            out = _attend_as_loaded(module, context, group, group_mask, *group_qkv, **kwargs)
+            out = _attend_as_loaded(module, call, group, group_mask, *group_qkv, **kwargs)
         else:
             out = _attend_by_rule(module, group, group_mask, *group_qkv, **kwargs)
         if group.rows is None:
@@ -123,7 +121,7 @@ def _attend_by_rule(
 
 
 def _attend_as_loaded(
-    module: nn.Module, context: ForwardContext, group: RowGroup, mask: Tensor | None, *qkv: Tensor, **kwargs: Any
+    module: nn.Module, call: ForwardCall, group: RowGroup, mask: Tensor | None, *qkv: Tensor, **kwargs: Any
 ) -> Tensor:
     """Return the output of the attention function that the model was loaded with.
 
@@ -142,16 +140,16 @@ def _attend_as_loaded(
         mask = torch.zeros((), dtype=query.dtype, device=mask.device).where(mask, lowest)
     if mask is None:
         mask_key = (group.rows, window, keys, query.device)
-        if mask_key not in context.masks:
-            context.masks[mask_key] = _mask_as_loaded(config, window, query, keys, context, group.positions)
-        mask = context.masks[mask_key]
+        if mask_key not in call.masks:
+            call.masks[mask_key] = _mask_as_loaded(config, window, query, keys, call, group.positions)
+        mask = call.masks[mask_key]
     if window is not None:
         kwargs = {"sliding_window": window} | kwargs
     return run_as_loaded(module, config, query, key, value, mask, **kwargs)
 
 
 def _mask_as_loaded(
-    config: Any, window: int | None, query: Tensor, keys: int, context: ForwardContext, positions: TokenPositions
+    config: Any, window: int | None, query: Tensor, keys: int, call: ForwardCall, positions: TokenPositions
 ) -> Any:
     """Return the mask that transformers makes for the attention function of a config.
 
@@ -168,12 +166,12 @@ def _mask_as_loaded(
         sliding_window_causal_mask_function,
     )
 
-    compileable = getattr(context.cache, "is_compileable", False)
+    compileable = getattr(call.cache, "is_compileable", False)
     make_mask = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation]
     return make_mask(
         batch_size=query.shape[0],
         kv_length=keys,
-        **places_of_queries(make_mask, context.past_length, query.shape[2], query.device),
+        **places_of_queries(make_mask, call.past_length, query.shape[2], query.device),
         kv_offset=max(0, positions.key_positions.shape[-1] - keys),
         mask_function=causal_mask_function if window is None else sliding_window_causal_mask_function(window),
         attention_mask=None if positions.key_mask is None else positions.key_mask.to(query.device),
@@ -198,17 +196,17 @@ def _operator(
 ) -> Tensor:
     """Compute `remapped_attention` for the attention module with index `layer`; torch calls this as an operator.
 
-    An operator takes tensors and numbers alone, so the module and the positions come from the context of the forward
+    An operator takes tensors and numbers alone, so the module and the positions come from the call of the forward
     under way in this thread.
     """
-    context = current_context()
-    if context is None or context.token_positions is None:
+    call = current_call()
+    if call is None or call.token_positions is None:
         raise UnsupportedModelError(
             "compiled attention of a remapping method ran outside a forward of its decoder, so the positions of its "
             "tokens are not known. Call the whole model"
         )
     kwargs: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "dropout": dropout}
-    return _attend_in_context(context.layers[layer], context, mask, query, key, value, **kwargs)
+    return _attend_in_call(call.layers[layer], call, mask, query, key, value, **kwargs)
 
 
 @cache

@@ -37,7 +37,7 @@ from rope_ext_hf.patches.forward.attention_interface import (
     is_sliding,
     places_of_attention,
 )
-from rope_ext_hf.patches.forward.forward_hooks import decoder_of
+from rope_ext_hf.patches.forward.decoders import decoder_of
 from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, Slot
 from rope_ext_hf.rotary.key_rotation import KeyLayout, candidate_key_layouts, nearly_equal
 

@@ -24,7 +24,6 @@ from rope_ext_hf.models.small_models import small_model
 from rope_ext_hf.models.temporary import trying
 from rope_ext_hf.models.weights_at_hand import is_offloaded, missing_weights
 from rope_ext_hf.patches.forward.forward_call import HOLD_ONE_LENGTH
-from rope_ext_hf.patches.forward.hooked_forward import forward_without_hooks
 from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, tables_of
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, override_angles
@@ -116,7 +115,7 @@ def _probe(decoder: nn.Module, tables: Sequence[RotaryEmbedding]) -> list[KeyLay
     exact in every dtype.
 
     Args:
-        decoder: the decoder; its hooks are not run here.
+        decoder: the decoder, before a patch gives it another forward.
         tables: the length-dependent rotary modules of the decoder.
 
     Raises:
@@ -169,9 +168,9 @@ def _cache_of_one_token(decoder: nn.Module, token: dict[str, Tensor]) -> Any:
     """Return the cache that a decoder fills with one token: its own, or one that it is given where it returns none."""
     from transformers.cache_utils import DynamicCache
 
-    cache = cache_of_output(forward_without_hooks(decoder, **token, use_cache=True, return_dict=True))
+    cache = cache_of_output(decoder(**token, use_cache=True, return_dict=True))
     if cache is None:
         cache = DynamicCache(config=decoder.config)
         arguments: dict[str, Any] = token | {cache_parameter(decoder): cache}
-        forward_without_hooks(decoder, **arguments, use_cache=True, return_dict=True)
+        decoder(**arguments, use_cache=True, return_dict=True)
     return cache

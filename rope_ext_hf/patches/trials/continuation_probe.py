@@ -1,7 +1,7 @@
 """Test once whether a patched decoder computes the same with a cache as in one forward over the same tokens.
 
-Hooks around a decoder rely on the calls and arguments inside transformers' forward, which change from release to
-release. Under a remapping or length-dependent method a change that the hooks miss gives other numbers without an error.
+What a patch puts around a decoder's forward relies on the calls and arguments inside it, which change from release to
+release. Under a remapping or length-dependent method a change that it misses gives other numbers without an error.
 So the first patch of such a kind on a class of decoders reads a few tokens both ways, and compares the hidden states.
 
 The trial runs the method of the patch, bound to a trained length of a few tokens so that the tokens lie beyond it, with
@@ -53,14 +53,14 @@ class NotTriedError(Exception):
     """The reason why no trial was made: weights are missing, for example."""
 
 
-def kind_of_patch(decoder: nn.Module, hooks: type, method: RopeMethod) -> tuple[Any, ...]:
+def kind_of_patch(decoder: nn.Module, forward: type, method: RopeMethod) -> tuple[Any, ...]:
     """Return the key under which the result of a trial is remembered; patches with equal keys behave alike.
 
-    It holds the classes of the decoder and of the hooks, whether positions follow the length, and the name of the
-    model's attention function.
+    It holds the classes of the decoder and of the forward that the patch puts on it, whether positions follow the
+    length, and the name of the model's attention function.
     """
     by_length = isinstance(method, RemappingMethod) and method.depends_on_total_length
-    return type(decoder), hooks, by_length, getattr(decoder.config, "_attn_implementation", None)
+    return type(decoder), forward, by_length, getattr(decoder.config, "_attn_implementation", None)
 
 
 def was_tried(kind: tuple[Any, ...]) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.patches.forward.forward_hooks import decoder_of
+from rope_ext_hf.patches.forward.decoders import decoder_of
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from rope_ext_hf.errors import UnsupportedModelError, one_line
 from rope_ext_hf.models.decoder_arguments import cache_parameter
 from rope_ext_hf.models.model_classes import vocabulary_size
-from rope_ext_hf.patches.forward.attention_hooks import remapped_windows
+from rope_ext_hf.patches.forward.remapping_forward import remapped_windows
 from rope_ext_hf.reading.larger.offloaded_weights import is_offloaded
 from rope_ext_hf.reading.through.chunked_attention import NotReadInChunksError
 from rope_ext_hf.reading.through.chunked_reader import ChunkedReader

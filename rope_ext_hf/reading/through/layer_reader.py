@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from rope_ext_hf.patches.forward.forward_call import ForwardContext, current_context, inside_of
+from rope_ext_hf.patches.forward.forward_call import ForwardCall, current_call
 from rope_ext_hf.reading.larger.offloaded_weights import LayersInTurn, loaded_once, offloaded_bytes
 from rope_ext_hf.reading.larger.waiting_states import Place, WaitingStates
 from rope_ext_hf.reading.through.span_cache import SpanCache
@@ -84,13 +84,13 @@ class _Chunk:
     Attributes:
         start, stop: the position of its first token, and the one after its last.
         calls: the calls of the layers, in order.
-        context: that of the decoder's forward, under a method whose layers read it; else None.
+        decoder_call: that of the decoder's forward, under a method whose layers read it; else None.
     """
 
     start: int
     stop: int
     calls: list[_Call] = field(default_factory=list)
-    context: ForwardContext | None = None
+    decoder_call: ForwardCall | None = None
 
 
 @dataclass
@@ -110,7 +110,7 @@ class _Text:
     def run_layer(self, index: int) -> None:
         """Run the layer with this index on all chunks, one after the other."""
         for chunk in self.chunks:
-            with inside_of(chunk.context):
+            with chunk.decoder_call or nullcontext():  # as inside the forward, though it has ended
                 self.states.put(chunk.start, chunk.calls[index].run(self.states.take(chunk.start)))
 
 
@@ -211,7 +211,7 @@ class LayerReader:
             states: Tensor = args[0] if args else kwargs[_STATES]
             if not here.calls:
                 text.states.put(here.start, states)
-                here.context = current_context()
+                here.decoder_call = current_call()
             kept = {name: value for name, value in kwargs.items() if args or name != _STATES}
             here.calls.append(_Call(layer, args[1:], kept, by_name=not args))
             return self._output(len(here.calls) - 1, states)

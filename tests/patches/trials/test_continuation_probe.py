@@ -13,8 +13,7 @@ from torch import nn
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.patches.forward import forward_call as forward_context
-from rope_ext_hf.patches.forward import length_hooks
+from rope_ext_hf.patches.forward import forward_call, length_forward
 from rope_ext_hf.patches.slots.patched_slot import patch_state
 from rope_ext_hf.patches.trials import continuation_probe
 from tests.support import every_model
@@ -32,8 +31,7 @@ def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def missed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make hooks see no cache, as if a release had given it another name and type."""
-    for module in (forward_context, length_hooks):
-        monkeypatch.setattr(module, "cache_argument", lambda decoder, call: None)
+    monkeypatch.setattr(forward_call, "cache_argument", lambda decoder, call: None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,7 +67,7 @@ def test_a_refusal_leaves_an_earlier_patch_as_it_was(monkeypatch: pytest.MonkeyP
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         before = model(ids).logits
-        monkeypatch.setattr(forward_context, "cache_argument", lambda decoder, call: None)
+        monkeypatch.setattr(forward_call, "cache_argument", lambda decoder, call: None)
         with pytest.raises(UnsupportedModelError, match="does not compute the same with a cache"):
             rope.patch(model, "rerope")
         assert torch.equal(model(ids).logits, before)
@@ -78,7 +76,8 @@ def test_a_refusal_leaves_an_earlier_patch_as_it_was(monkeypatch: pytest.MonkeyP
 
 def test_an_error_of_ours_in_the_trial_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it was in 5.24, where the cache under its new name was taken for the paged one of continuous batching."""
-    monkeypatch.setattr(length_hooks, "paged_cache", lambda call: call.get("cache") or call.get("past_key_values"))
+    monkeypatch.setattr(forward_call, "cache_argument", lambda decoder, call: None)
+    monkeypatch.setattr(length_forward, "paged_cache", lambda call: call.get("cache") or call.get("past_key_values"))
     with pytest.raises(UnsupportedModelError, match="a paged cache holds parts of many inputs"):
         rope.patch(build("llama"), "dynamic-ntk")
 

@@ -1,10 +1,10 @@
-"""Hooks of remapping methods: the positions of each forward, and the attention modules that a patch has prepared.
+"""The forward of a decoder under a remapping method: positions of all tokens, for attention modules that are prepared.
 
 A remapping method changes relative positions, which the rotation of queries and keys alone cannot express (a near pair
 at its true distance, a far pair at a smaller one). So the attention modules of a patched model run a function of ours,
 `attention_function`. What a module does with its rotary embedding (which dims of a head rotate, how they are paired,
 whether at all) is measured when a model is patched, by running a few tokens through it, see `attention_probe`; `attach`
-keeps the result with the module. The hooks here tell the function the positions of the tokens of each forward.
+keeps the result with the module. The forward here tells the function the positions of the tokens of each call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import nn
 from rope_ext_hf.attention.rules import RowGroup
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.models.decoder_arguments import arguments
 from rope_ext_hf.models.weights_at_hand import on_meta_device
 from rope_ext_hf.patches.forward.attention_function import register
 from rope_ext_hf.patches.forward.attention_interface import (
@@ -33,112 +32,112 @@ from rope_ext_hf.patches.forward.attention_interface import (
     places_of_attention,
 )
 from rope_ext_hf.patches.forward.attention_probe import probe_layers
-from rope_ext_hf.patches.forward.forward_call import CONTEXT_KWARG, ForwardContext, place_tokens
-from rope_ext_hf.patches.forward.forward_hooks import Arguments, DecoderHooks
-from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, tables_of
+from rope_ext_hf.patches.forward.forward_call import CALL_KWARG, ForwardCall
+from rope_ext_hf.patches.forward.patched_forward import DecoderForward
+from rope_ext_hf.patches.forward.token_positions import place_tokens
+from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding
 from rope_ext_hf.patches.slots.slot_finding import find_slots
-from rope_ext_hf.rotary.cache_state import CacheState, check_origin
+from rope_ext_hf.rotary.cache_memory import CacheMemory, recall
 from rope_ext_hf.rotary.forward_state import graph_break
 
 _PROBING = threading.Lock()
 """Held while a decoder is probed in a forward, when no other thread may run it."""
 
 
-class RemappingHooks(DecoderHooks):
-    """Hooks around the forward of a decoder under a method that remaps relative positions, such as Self-Extend.
+class RemappingForward(DecoderForward):
+    """The forward of a decoder under a method that remaps relative positions, such as Self-Extend.
 
-    Before the forward they hand the positions and the padding of all tokens to the attention layers.
+    It hands the positions and the padding of all tokens to the attention layers.
     """
 
-    def __init__(self, slots: Sequence[PatchedRotaryEmbedding]) -> None:
-        super().__init__(slots)
+    def __init__(self, module: nn.Module, slots: Sequence[PatchedRotaryEmbedding]) -> None:
+        super().__init__(module, slots)
         self.layers: dict[int, nn.Module] = {}  # attention modules of the decoder by index; looked up when first needed
         self.places: Places = []  # where these modules stood when they were looked up
+        parameters = inspect.signature(type(module).forward).parameters.values()
+        self.passes_keywords_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Find the attention modules; those of a decoder without weights are looked up in its first forward."""
+        self._look_up_layers()
 
     @graph_break  # it branches on the values of tensors
-    def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def begin(self, call: ForwardCall, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Work out the positions of all tokens, and pass them on to the attention modules inside."""
         if PROBE_RECORDS.get() is not None:  # a forward of attention_probe, with attention of its own
-            return None
-        self._look_up_layers(decoder)
-        _check_attention(decoder, kwargs)
-        context = self.begin(decoder, arguments(decoder, args, kwargs))
-        if context is None:
-            return None
-        if context.past_length:
-            context.cache_state = check_origin(context.cache, self.origin())
-        context.token_positions = positions = place_tokens(context)
-        context.layers = self.layers
-        context.row_groups = self._group_rows(context)
-        if context.cache_state is None:
-            context.cache_state = CacheState(self.origin(), packed=context.packed)
+            return kwargs
+        self._look_up_layers()
+        _check_attention(self.module, kwargs)
+        call.read_values(self.axes)
+        self.check(call)
+        if call.past_length:
+            call.memory = recall(call.cache, self.origin())
+        call.token_positions = positions = place_tokens(call)
+        call.layers = self.layers
+        call.row_groups = self._group_rows(call)
+        if call.memory is None:
+            call.memory = CacheMemory(self.origin(), packed=call.packed)
         no_padding = positions.left_padding is not None and not any(positions.left_padding)
-        context.cache_state.in_order = positions.key_mask is None and no_padding
+        call.memory.in_order = positions.key_mask is None and no_padding
         passed_on: dict[str, Any] = {}
-        # As a keyword the context survives until a checkpointed layer runs again in the backward.
-        parameters = inspect.signature(type(decoder).forward).parameters.values()
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            passed_on[CONTEXT_KWARG] = context
-        if context.position_ids is None or "position_ids" in kwargs:
+        if self.passes_keywords_on:  # as a keyword the call survives until a checkpointed layer runs in the backward
+            passed_on[CALL_KWARG] = call
+        if call.position_ids is None or "position_ids" in kwargs:
             passed_on["position_ids"] = positions.query_positions
-        return args, kwargs | passed_on
+        return kwargs | passed_on
 
-    def check_exportable(self, context: ForwardContext) -> None:
+    def end(self, call: ForwardCall, output: Any) -> None:
+        """Remember with the cache how its keys are rotated."""
+        if call.memory is not None:
+            self.remember(call.cache, output, call.memory)
+
+    def check_exportable(self, call: ForwardCall) -> None:
         """Check that a graph for another program can hold this forward, which is traced or exported.
 
         Raises:
             UnsupportedModelError: the call has padding or positions, whose values decide what is computed, and a graph
                 would keep the decisions for its example; or torch.jit.trace cannot follow the method.
         """
-        super().check_exportable(context)
-        if context.padding_mask is not None or context.position_ids is not None:
+        super().check_exportable(call)
+        if call.padding_mask is not None or call.position_ids is not None:
             raise UnsupportedModelError(
-                f"a traced or exported model under {tables_of(self.slots)[0].method.name} cannot follow an "
+                f"a traced or exported model under {self.tables[0].method.name} cannot follow an "
                 "attention_mask or position_ids: export the model without them, for inputs without padding, or patch "
                 "it with a frequency method, such as yarn"
             )
 
-    def _look_up_layers(self, decoder: nn.Module) -> None:
-        """Find the attention modules of a decoder; find them again if one has been replaced since the last time."""
+    def _look_up_layers(self) -> None:
+        """Find the attention modules of the decoder; find them again if one has been replaced since the last time."""
         moved = any(getattr(parent, name, None) is not module for parent, name, module in self.places)
         if self.layers and not moved:
             return
-        layers = _prepared_layers(decoder)
-        if not layers and not on_meta_device(decoder):
+        layers = _prepared_layers(self.module)
+        if not layers and not on_meta_device(self.module):
             with _PROBING:
-                layers = _prepared_layers(decoder) or self._prepare_layers(decoder)
+                layers = _prepared_layers(self.module) or self._prepare_layers()
         self.layers = layers
-        self.places = places_of_attention(decoder, self.layers.values(), self.slots[0].state.spec.method.name)
+        self.places = places_of_attention(self.module, layers.values(), self.slots[0].state.spec.method.name)
 
-    def _prepare_layers(self, decoder: nn.Module) -> dict[int, nn.Module]:
+    def _prepare_layers(self) -> dict[int, nn.Module]:
         """Prepare the attention modules of a decoder that was patched without its weights; return them by index.
 
         This is done in the first forward, before any of its state is kept.
         """
         spec = self.slots[0].state.spec
         assert isinstance(spec.method, RemappingMethod)
-        slots = find_slots(decoder, spec.layers)
+        slots = find_slots(self.module, spec.layers)
         with torch.inference_mode(mode=False):  # what is measured here serves later forwards with gradients, too
-            attach(probe_layers(decoder, slots, spec.method, spec.rotary), slots[0].config)
-        return _prepared_layers(decoder)
+            attach(probe_layers(self.module, slots, spec.method, spec.rotary), slots[0].config)
+        return _prepared_layers(self.module)
 
-    def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Free what was kept for the layers of this forward, and record in its cache how its keys are rotated."""
-        context = self.end(decoder)
-        if context is None or context.token_positions is None:
-            return
-        context.forget_rotations()
-        if output is not None and context.cache_state is not None:
-            self.record(context.cache, output, context.cache_state)
-
-    def _group_rows(self, context: ForwardContext) -> tuple[RowGroup, ...]:
+    def _group_rows(self, call: ForwardCall) -> tuple[RowGroup, ...]:
         """Return the rows of a forward, grouped by their rule of attention; empty if all follow the rule of the method.
 
         Raises:
             LengthError: a row holds several inputs, each of which needs the rule of its own length.
         """
-        table = next(table for table in tables_of(self.slots) if isinstance(table.method, RemappingMethod))
-        method, positions = table.method, context.token_positions
+        table = next(table for table in self.tables if isinstance(table.method, RemappingMethod))
+        method, positions = table.method, call.token_positions
         assert isinstance(method, RemappingMethod)
         assert positions is not None
         if method.scales_queries_only:
@@ -147,7 +146,7 @@ class RemappingHooks(DecoderHooks):
             return ()
         lengths = (table.fixed_length,) if table.fixed_length else positions.lengths
         rules = [method.at_length(length) for length in lengths]
-        if context.packed and not table.fixed_length and any(rules):
+        if call.packed and not table.fixed_length and any(rules):
             raise LengthError(
                 "a row holds several inputs one after the other (its position_ids start anew), and the rule of "
                 f"{method.name} follows the length of each: give one input per row, or hold one length with "

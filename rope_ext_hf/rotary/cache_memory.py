@@ -1,8 +1,14 @@
-"""A record, kept with a key-value cache from one forward to the next, that says how its keys are rotated.
+"""What a patched model remembers with a key-value cache from one forward to the next: how its keys are rotated.
 
-transformers' caches hold keys and no account of their rotation. A `CacheState`, an attribute of the cache, is that
-account: by it a forward onto the cache either continues it correctly or refuses to. It is copied and pickled with its
-cache, and follows the rows of the cache where beam search moves them.
+transformers' caches hold keys and no account of their rotation. A `CacheMemory`, an attribute of the cache, is that
+account, and goes where the cache goes: it is copied and pickled with it, and follows its rows where beam search moves
+them. Every forward onto a cache does the same:
+
+    memory = recall(cache, origin)  # an error where the cache holds keys that this model has not rotated
+    ...                             # the forward, which stores more keys
+    remember(cache, memory)
+
+and `forget(cache)` where the cache is empty and begins anew.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from torch import Tensor
 from rope_ext_hf.errors import LengthError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 
-_CACHE_STATE = "_rope_ext_hf_cache_state"  # the attribute of a transformers cache that holds its `CacheState`
+_MEMORY = "_rope_ext_hf_cache_memory"  # the attribute of a transformers cache that holds its `CacheMemory`
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ def _settings_text(settings: dict[str, Any], keys: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class RowState:
+class CachedRows:
     """The lengths and positions by which the keys in each row of a cache were rotated, for length-dependent methods."""
 
     lengths: Tensor  # (rows or 1,) int64, the length in tokens whose frequencies a row's keys have
@@ -72,8 +78,8 @@ class RowState:
     valid_up_to: int  # no row's frequencies change while the cache has at most this many tokens
     one_input_each: bool  # each row is known to hold one input, not several one after the other
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> RowState:
-        """Return the state after the rows of the cache were reordered, picked or repeated.
+    def moved(self, move: Callable[[Tensor], Tensor]) -> CachedRows:
+        """Return the rows of the cache after they were reordered, picked or repeated.
 
         `move` does the same to any tensor (rows, ...). A tensor with one row that stands for all rows stays as it is.
         """
@@ -83,61 +89,61 @@ class RowState:
 
 
 @dataclass
-class CacheState:
-    """The record of how the keys in a cache were rotated, kept with a cache that a patched model has filled."""
+class CacheMemory:
+    """How the keys in a cache were rotated, kept with a cache that a patched model has filled."""
 
     origin: KeyOrigin  # the rotary modules that rotated its keys
     packed: bool = False  # a row holds several inputs one after the other, which no later token can continue
-    rows: RowState | None = None
+    rows: CachedRows | None = None
     """The rotation of each row's keys. None: it follows from their positions alone, or an error interrupted a change
     of it."""
-    follows: bool = False  # the rows of this state move with those of the cache
+    follows: bool = False  # `rows` move with the rows of the cache
     in_order: bool = False  # the next position of every row is known to be its number of tokens
 
 
-def store_state(cache: Any, state: CacheState) -> None:
-    """Keep this record as an attribute of the cache."""
-    setattr(cache, _CACHE_STATE, state)
+def remember(cache: Any, memory: CacheMemory) -> None:
+    """Keep this memory as an attribute of the cache."""
+    setattr(cache, _MEMORY, memory)
 
 
-def discard_state(cache: Any) -> None:
-    """Remove what a patched model has recorded with a cache (its `CacheState`), because the cache is filled anew."""
-    vars(cache).pop(_CACHE_STATE, None)
+def forget(cache: Any) -> None:
+    """Remove what is remembered with a cache, because the cache is filled anew."""
+    vars(cache).pop(_MEMORY, None)
 
 
-def has_origin(cache: Any, origin: KeyOrigin) -> bool:
+def was_filled_by(cache: Any, origin: KeyOrigin) -> bool:
     """Return whether a cache was last filled by these rotary modules.
 
     This reads no values of tensors, so the host does not wait for the device.
     """
-    stored: CacheState | None = getattr(cache, _CACHE_STATE, None)
-    return stored is not None and stored.origin == origin
+    memory: CacheMemory | None = getattr(cache, _MEMORY, None)
+    return memory is not None and memory.origin == origin
 
 
-def check_origin(cache: Any, origin: KeyOrigin) -> CacheState:
-    """Check that the keys of a cache were rotated as this model rotates them, and return the record of the cache.
+def recall(cache: Any, origin: KeyOrigin) -> CacheMemory:
+    """Return what is remembered with a cache, whose keys must have been rotated as this model rotates them.
 
     Raises:
         LengthError: the keys were stored by another model, under another method, or by other code; or a row holds
             several inputs.
     """
-    stored: CacheState | None = getattr(cache, _CACHE_STATE, None)
-    if stored is None:
+    memory: CacheMemory | None = getattr(cache, _MEMORY, None)
+    if memory is None:
         raise LengthError(
             f"the keys in this cache were not stored under this model's {origin.name}, but by an unpatched model, "
             "under a static method, or by other code, and cannot be continued: fill a new cache with this model. "
             "Prefix tuning of PEFT begins every forward with such keys: use LoRA under this method, or prefix tuning "
             "under a static one, such as yarn"
         )
-    if stored.origin is not origin and stored.origin != origin:
-        before, now = stored.origin.differences(origin)
+    if memory.origin is not origin and memory.origin != origin:
+        before, now = memory.origin.differences(origin)
         raise LengthError(
             f"the keys in this cache were stored under {before}, and this model is under {now}: fill a new cache, or "
             "continue this one with the model as it was"
         )
-    if stored.packed:
+    if memory.packed:
         raise packed_error()
-    return stored
+    return memory
 
 
 def packed_error() -> LengthError:
@@ -148,26 +154,42 @@ def packed_error() -> LengthError:
     )
 
 
+# --- rows that move ---------------------------------------------------------------------------------------------------
+
+
+def follow_rows(cache: Any, memory: CacheMemory) -> None:
+    """From now on, move the rows of this memory whenever the rows of its cache are moved."""
+    if memory.follows:
+        return
+    layer = next(iter(cache.layers), None)
+    if layer is None:
+        return
+    for name in _MOVES:
+        if hasattr(type(layer), name):
+            setattr(layer, name, _RowFollower(layer, name, memory))
+    memory.follows = True
+
+
 class _RowFollower:
-    """A replacement for a cache layer's method that moves rows (beam search): it moves the rows of a `CacheState` too.
+    """A replacement for a cache layer's method that moves rows: it moves the rows of a `CacheMemory` too.
 
     A cache calls the method on each of its layers, so one layer with followers is enough. The layer is held weakly, so
     that a cache is freed with its last reference; copies and pickles of the layer get a follower of their own.
     """
 
-    def __init__(self, layer: Any, name: str, state: CacheState) -> None:
+    def __init__(self, layer: Any, name: str, memory: CacheMemory) -> None:
         self.layer = weakref.ref(layer)
         self.name = name
-        self.state = state
+        self.memory = memory
 
     def __call__(self, rows: Any) -> None:
         layer = self.layer()
         getattr(type(layer), self.name)(layer, rows)
-        if self.state.rows is not None:
-            self.state.rows = self.state.rows.moved(lambda tensor: _MOVES[self.name](tensor, rows))
+        if self.memory.rows is not None:
+            self.memory.rows = self.memory.rows.moved(lambda tensor: _MOVES[self.name](tensor, rows))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _RowFollower, (self.layer(), self.name, self.state)
+        return _RowFollower, (self.layer(), self.name, self.memory)
 
 
 def _on_device_of(tensor: Tensor, rows: Any) -> Any:
@@ -180,16 +202,3 @@ _MOVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "batch_repeat_interleave": lambda tensor, repeats: tensor.repeat_interleave(repeats, dim=0),
 }
 """The methods of a cache layer that move its rows, and what each does to a tensor (rows, ...)."""
-
-
-def follow_rows(cache: Any, state: CacheState) -> None:
-    """From now on, move the rows of this record whenever the rows of its cache are moved."""
-    if state.follows:
-        return
-    layer = next(iter(cache.layers), None)
-    if layer is None:
-        return
-    for name in _MOVES:
-        if hasattr(type(layer), name):
-            setattr(layer, name, _RowFollower(layer, name, state))
-    state.follows = True

@@ -53,8 +53,8 @@ class Graphs:
 
 def kept_between_steps(model: Any, cache: Any) -> list[Tensor]:
     """Return every tensor that the package reads again in a later step."""
-    state = vars(cache).get("_rope_ext_hf_cache_state")
-    rows = getattr(state, "rows", None)
+    memory = vars(cache).get("_rope_ext_hf_cache_memory")
+    rows = getattr(memory, "rows", None)
     seen = [table.longest_seen for table in tables_of(patched_slots(model)) if table.method.sticky_length]
     return [*seen, *([] if rows is None else [rows.lengths, rows.positions])]
 
