@@ -30,6 +30,7 @@ import torch  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401 - so that forks have it
 
 ROOT = Path(__file__).parent.parent
+REMAPPED = "patches/forward/remapping_forward"
 TESTS = {
     "rope_ext_hf/methods/base.py": ["methods/base", "methods/static", "methods/registry", "methods/base_composition"],
     "rope_ext_hf/methods/registry.py": ["methods/registry", "methods/base"],
@@ -51,9 +52,9 @@ TESTS = {
         "attention/blockwise",
         "patches/forward/remapping_forward",
     ],
-    "rope_ext_hf/methods/remapping.py": ["methods/base", "attention/blockwise", "patches/forward/remapping_forward"],
+    "rope_ext_hf/methods/remapping.py": ["methods/base", "attention/blockwise", REMAPPED],
     "rope_ext_hf/methods/tiles.py": ["attention/blockwise"],
-    "rope_ext_hf/attention/rules.py": ["attention/blockwise", "patches/forward/remapping_forward"],
+    "rope_ext_hf/attention/rules.py": ["attention/blockwise", REMAPPED],
     "rope_ext_hf/attention/blockwise.py": [
         "attention/blockwise",
         "patches/forward/remapping_forward",

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import LengthError, short
@@ -102,8 +103,14 @@ class CacheMemory:
 
 
 def remember(cache: Any, memory: CacheMemory) -> None:
-    """Keep this memory as an attribute of the cache."""
+    """Keep this memory as an attribute of the cache, and move its rows with those of the cache.
+
+    In compiled code a replaced method of the cache would end the graph: there the first forward onto the cache makes up
+    for it.
+    """
     setattr(cache, _MEMORY, memory)
+    if memory.rows is not None and not torch.compiler.is_compiling():
+        follow_rows(cache, memory)
 
 
 def forget(cache: Any) -> None:

@@ -27,6 +27,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.exported import is_exporting, outside_trace, rotation_at
 from rope_ext_hf.rotary.forward_state import ForwardState, state_of_table
 from rope_ext_hf.rotary.phase import fixed_point, phase_at, phase_to_radians
+from rope_ext_hf.rotary.row_lengths import lengths_over_axes, row_lengths
 
 __all__ = ["Layout", "RotaryEmbedding", "arrange"]
 
@@ -57,34 +58,6 @@ def arrange(cos: Tensor, sin: Tensor, layout: Layout, dtype: torch.dtype | None)
     if layout == "interleaved":
         return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
     return cos, sin
-
-
-def segment_lengths(position_ids: Tensor) -> Tensor:
-    """Return the length of the input that each token belongs to, in tokens.
-
-    A row may hold several inputs one after the other (packing): where positions do not ascend, another one begins.
-
-    Args:
-        position_ids: (rows, tokens) integers or floating-point numbers.
-
-    Returns:
-        (rows, tokens), the largest position of the token's input + 1; int64 for integers.
-    """
-    begins = torch.nn.functional.pad(position_ids.diff(dim=-1) <= 0, (1, 0), value=True)
-    segment = begins.cumsum(-1) - 1
-    lengths = (position_ids if position_ids.is_floating_point() else position_ids.to(torch.int64)) + 1
-    return torch.zeros_like(lengths).scatter_reduce(-1, segment, lengths, "amax").gather(-1, segment)
-
-
-def lengths_over_axes(position_ids: Tensor) -> Tensor:
-    """Return the length of the input that each token belongs to, for positions with several axes (multimodal models).
-
-    `position_ids`: (axes, rows, tokens). A row whose axes differ has an image or a video in it, and counts as one
-    input; other rows are treated as in `segment_lengths`. The result is (rows, tokens).
-    """
-    text = (position_ids == position_ids[:1]).all(0).all(-1, keepdim=True)
-    largest = position_ids.amax(0)
-    return torch.where(text, segment_lengths(largest), largest.amax(-1, keepdim=True) + 1)
 
 
 class RotaryEmbedding(nn.Module):
@@ -449,7 +422,7 @@ class RotaryEmbedding(nn.Module):
             return state.frequency.to(device), state.attention_factor
         if state is not None and state.row_lengths is not None:
             return self.phase_per_position(state.row_lengths.to(device))
-        lengths = segment_lengths(position_ids) if position_ids.ndim == 2 else lengths_over_axes(position_ids)
+        lengths = row_lengths(position_ids) if position_ids.ndim == 2 else lengths_over_axes(position_ids)
         return self.phase_per_position(self.resolve_lengths(lengths))
 
     def extra_repr(self) -> str:

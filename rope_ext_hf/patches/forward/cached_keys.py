@@ -19,12 +19,12 @@ from rope_ext_hf.errors import LengthError
 from rope_ext_hf.models.decoder_arguments import cache_parameter
 from rope_ext_hf.patches.forward.forward_call import HOLD_ONE_LENGTH, ForwardCall
 from rope_ext_hf.patches.forward.key_layout_probe import CacheCannotFollowError, find_key_layouts
-from rope_ext_hf.patches.forward.row_lengths import several_inputs
 from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding
 from rope_ext_hf.rotary.cache_memory import CachedRows, CacheMemory, KeyOrigin, follow_rows, packed_error, recall
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.rotating_cache import Layers, rotate_cached_keys_, rotate_keys_on_read
+from rope_ext_hf.rotary.row_lengths import several_inputs
 
 
 @dataclass(frozen=True)

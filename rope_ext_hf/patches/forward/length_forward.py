@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.models.decoder_arguments import paged_cache
 from rope_ext_hf.patches.forward.cached_keys import CachedKeys
 from rope_ext_hf.patches.forward.forward_call import HOLD_ONE_LENGTH, ForwardCall
 from rope_ext_hf.patches.forward.patched_forward import DecoderForward
-from rope_ext_hf.patches.forward.row_lengths import positions_of_new_tokens, row_lengths
 from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding
 from rope_ext_hf.rotary.cache_memory import CachedRows, CacheMemory, forget, recall, was_filled_by
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.rotary.forward_state import graph_break
+from rope_ext_hf.rotary.row_lengths import row_lengths
 
 
 class LengthForward(DecoderForward):
@@ -58,7 +58,7 @@ class LengthForward(DecoderForward):
         """Give the rotary modules `tables` the lengths of the rows, and prepare the cache for them."""
         call.read_values(self.axes)
         self.check(call)
-        table, positions = tables[0], positions_of_new_tokens(call)
+        table, positions = tables[0], _token_positions(call)
         call.tables = tuple(tables)
         call.row_lengths = table.resolve_lengths(row_lengths(positions, call.padding_mask, call.past_length))
         # Is a row never longer than its number of tokens in the cache? Then the number tells when frequencies change,
@@ -80,13 +80,12 @@ class LengthForward(DecoderForward):
     def end(self, call: ForwardCall, output: Any) -> None:
         """Remember with the cache how its keys are rotated, so that the next forward onto it can go on."""
         memory = call.memory
-        if memory is not None:
-            memory.rows = call.cached_rows
-        elif self._is_held():
-            memory = CacheMemory(self.origin())
-        else:
+        if memory is None:  # no frequencies change inside `fixed_length`
+            self.remember(call, output, CacheMemory(self.origin()))
             return
-        self.remember(call.cache, output, memory)
+        memory.rows = call.cached_rows
+        remember = self.remember if call.cache is None else graph_break(self.remember)
+        remember(call, output, memory)
 
     # --- inside `fixed_length` ----------------------------------------------------------------------------------------
 
@@ -101,6 +100,30 @@ class LengthForward(DecoderForward):
         origin = self.origin()
         if not was_filled_by(cache, origin) and cache.get_seq_length():
             recall(cache, origin)
+
+
+def _token_positions(call: ForwardCall) -> Tensor:
+    """Return the positions of the new tokens, (rows or 1, tokens).
+
+    Raises:
+        LengthError: the length of each row does not follow from the arguments of the call.
+    """
+    positions = call.position_ids
+    if positions is None:
+        if call.prepared_mask:
+            raise LengthError(
+                "the length of each row does not follow from a prepared attention mask; give position_ids with it, or "
+                "a mask of shape (rows, tokens). If a model around this decoder has prepared it, patch that model. "
+                f"{HOLD_ONE_LENGTH}"
+            )
+        tokens, past_length = call.new_tokens.shape[1], call.past_length
+        return torch.arange(past_length, past_length + tokens, device=call.new_tokens.device)[None]
+    if positions.ndim != 2:
+        raise LengthError(
+            f"the length of each row does not follow from position_ids of shape {tuple(positions.shape)}; give one "
+            f"position per token, (rows, tokens). {HOLD_ONE_LENGTH}"
+        )
+    return positions
 
 
 def _check_not_paged(call: ForwardCall) -> None:

@@ -26,7 +26,7 @@ from rope_ext_hf.models.decoder_arguments import cache_of_output
 from rope_ext_hf.patches.forward.forward_call import ForwardCall, ModuleCall
 from rope_ext_hf.patches.forward.rotation_kernels import RotationKernels
 from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, tables_of
-from rope_ext_hf.rotary.cache_memory import CacheMemory, KeyOrigin, follow_rows, remember
+from rope_ext_hf.rotary.cache_memory import CacheMemory, KeyOrigin, remember
 from rope_ext_hf.rotary.exported import is_exporting
 from rope_ext_hf.rotary.forward_state import graph_break
 
@@ -206,18 +206,8 @@ class DecoderForward(PatchedForward):
         """Return the methods, rotary embeddings and fixed lengths by which keys that are stored now are rotated."""
         return KeyOrigin(tuple((table.method, table.rotary, table.fixed_length) for table in self.tables))
 
-    def remember(self, cache: Any, output: Any, memory: CacheMemory) -> None:
-        """Remember how keys are rotated with the cache of a call that has ended.
-
-        `cache`: the cache that the call was given; None: the one in its output, if there is one.
-        """
-        was_given = cache is not None
-        if not was_given:
-            cache = cache_of_output(output)
-        if cache is None:
-            return
-        remember(cache, memory)
-        # A compiled call that is given no cache is one graph, which `follow_rows` would end; the first forward onto the
-        # cache makes up for it.
-        if memory.rows is not None and not memory.follows and (was_given or not torch.compiler.is_compiling()):
-            graph_break(follow_rows)(cache, memory)
+    def remember(self, call: ForwardCall, output: Any, memory: CacheMemory) -> None:
+        """Remember how keys are rotated with the cache of a call: the one it was given, or else the one it returns."""
+        cache = cache_of_output(output) if call.cache is None else call.cache
+        if cache is not None:
+            remember(cache, memory)

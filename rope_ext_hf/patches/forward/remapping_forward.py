@@ -89,7 +89,7 @@ class RemappingForward(DecoderForward):
     def end(self, call: ForwardCall, output: Any) -> None:
         """Remember with the cache how its keys are rotated."""
         if call.memory is not None:
-            self.remember(call.cache, output, call.memory)
+            self.remember(call, output, call.memory)
 
     def check_exportable(self, call: ForwardCall) -> None:
         """Check that a graph for another program can hold this forward, which is traced or exported.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rope_ext_hf.attention.rules import TokenPositions
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.forward.forward_call import ForwardCall
-from rope_ext_hf.patches.forward.row_lengths import several_inputs
+from rope_ext_hf.rotary.row_lengths import several_inputs
 
 _NOT_CONTINUED = (
     "position_ids do not continue the positions of the keys in the cache: pass those of the new tokens, each one more "
