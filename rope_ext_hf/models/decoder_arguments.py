@@ -1,7 +1,7 @@
 """Find the arguments of a decoder's forward, by their type wherever that is possible.
 
 transformers renames arguments: what was `past_key_values` up to 5.23 is `cache` from 5.24 on, and until 5.40 a decoder
-may be called by either name. A hook that looks for an argument under its old name would find nothing, and no error
+may be called by either name. Code that looks for an argument under its old name would find nothing, and no error
 would say so. Therefore each argument is either found by its type, or its name is checked when a model is patched:
 
 | argument | found by | if it is renamed |

@@ -128,7 +128,7 @@ def patch(
 
 
 def unpatch(model: M) -> M:
-    """Take the last patch off a model, in place: its modules, its configs and its hooks.
+    """Take the last patch off a model, in place: its modules, its configs and its forwards.
 
     Afterwards the logits, the config and the keys of the state_dict are bit for bit those of a model that was never
     patched and went through the same `.to` calls. If the patch was put over an earlier one (`over="patched"`), the

@@ -231,11 +231,33 @@ def test_after_an_exception_the_next_call_is_right(method: str) -> None:
 def test_forward_looks_as_before_and_comes_back(method: str) -> None:
     model = build("llama")
     before = inspect.signature(model.forward), inspect.signature(model.model.forward)
+    attributes = sorted(vars(model)), sorted(vars(model.model))
     rope.patch(model, method)
     assert (inspect.signature(model.forward), inspect.signature(model.model.forward)) == before
     rope.patch(model, "dynamic-ntk")
     rope.patch(model, "yarn", factor=4.0)
     assert "forward" not in vars(model) | vars(model.model)
+    rope.unpatch(model)
+    assert (sorted(vars(model)), sorted(vars(model.model))) == attributes
+
+
+@pytest.mark.parametrize("when", ["before the patch", "after the patch"])
+@pytest.mark.parametrize("method", ["dynamic-ntk", "rerope"])
+def test_arguments_that_a_hook_of_the_user_changes_are_those_that_count(method: str, when: str) -> None:
+    model = build("llama") if when == "before the patch" else patched(method)
+    ids, mask = tokens(LONG, batch=2), torch.ones(2, LONG, dtype=torch.int64)
+    mask[1, SHORT:] = 0
+
+    def give_mask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs | {"attention_mask": mask}
+
+    handle = model.model.register_forward_pre_hook(give_mask, with_kwargs=True)
+    if when == "before the patch":
+        rope.patch(model, method, **METHODS[method])
+    with torch.no_grad():
+        actual = model(ids).logits
+        handle.remove()
+        assert torch.equal(actual, model(ids, attention_mask=mask).logits)
 
 
 def test_a_static_method_leaves_forward_alone() -> None:
