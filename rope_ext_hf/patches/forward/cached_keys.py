@@ -80,17 +80,16 @@ class CachedKeys:
         if self.cannot_follow:
             raise CacheCannotFollowError(self.cannot_follow)
         layers = [(layer, layout) for layer, layout in zip(cache.layers, self.layouts, strict=False) if layout]
-        in_steps = table.method.changes_in_steps(table.rotary) and _can_rotate_in_place(cache, layers)
         packed = None if stored.one_input_each else several_inputs(now.past_positions, call.padding_mask)
-        if in_steps or packed is not None:
-            new_lengths, stored_lengths = _read_on_host(now.lengths, stored.lengths, packed)
-            now = replace(now, stored=replace(stored, one_input_each=True))
-            call.cached_rows = replace(now.stored, positions=now.positions)
-            if in_steps:
-                slack = _rotate_in_place(memory, now, layers, new_lengths, stored_lengths)
-                valid_up_to = now.positions.shape[1] + slack if bounded else 0
-                call.cached_rows = CachedRows(now.lengths, now.positions, valid_up_to, True)
-                return
+        if table.method.changes_in_steps(table.rotary) and _can_rotate_in_place(cache, layers):
+            room = _rotate_in_place(memory, now, layers, *_read_on_host(now.lengths, stored.lengths, packed))
+            valid_up_to = now.positions.shape[1] + room if bounded else 0
+            call.cached_rows = CachedRows(now.lengths, now.positions, valid_up_to, one_input_each=True)
+            return
+        if packed is not None:
+            if bool(packed):
+                raise packed_error()
+            call.cached_rows = replace(call.cached_rows, one_input_each=True)
         call.undo = _rotate_on_read(now, layers, positions.shape[1])
 
 
@@ -173,7 +172,7 @@ def _rotate_in_place(
                 table, stored.lengths, continued.lengths, continued.past_positions, 0, scaled
             )
             rotate_cached_keys_(group, rotation)
-        memory.rows = replace(stored, lengths=continued.lengths, positions=continued.past_positions)
+        memory.rows = CachedRows(continued.lengths, continued.past_positions, stored.valid_up_to, one_input_each=True)
     return min(end - length for end, length in zip(ends, lengths, strict=True))
 
 
