@@ -1,4 +1,4 @@
-"""What a patched model remembers with a key-value cache from one forward to the next: how its keys are rotated.
+"""The memory that a patched model keeps with a key-value cache: how its keys are rotated, for the next forward.
 
 transformers' caches hold keys and no account of their rotation. A `CacheMemory`, an attribute of the cache, is that
 account, and goes where the cache goes: it is copied and pickled with it, and follows its rows where beam search moves
@@ -91,7 +91,7 @@ class CachedRows:
 
 @dataclass
 class CacheMemory:
-    """How the keys in a cache were rotated, kept with a cache that a patched model has filled."""
+    """The rotation of the keys in a cache, kept with a cache that a patched model has filled."""
 
     origin: KeyOrigin  # the rotary modules that rotated its keys
     packed: bool = False  # a row holds several inputs one after the other, which no later token can continue

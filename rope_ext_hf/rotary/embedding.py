@@ -295,7 +295,6 @@ class RotaryEmbedding(nn.Module):
         They are the lengths of the rows themselves. Under a method with sticky growth, they are the longest length met
         so far, these included.
         """
-        self.check_exportable()
         if not self.method.sticky_length:
             return lengths
         if lengths.device.type == "meta":  # a tensor without values: nothing to remember
@@ -312,6 +311,7 @@ class RotaryEmbedding(nn.Module):
         """
         if not self.length_dependent:
             return self(x, position_ids)
+        self.check_exportable()
         with ForwardState(tables=(self,), row_lengths=self.resolve_lengths(lengths())):
             return self(x, position_ids)
 

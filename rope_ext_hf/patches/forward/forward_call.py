@@ -99,7 +99,7 @@ class ForwardCall(ModuleCall):
         if positions is not None and axes > 1 and positions.ndim == 3:
             positions = _one_per_token(positions, axes)
         self.position_ids = positions
-        self.padding_mask = padding_mask(mask)
+        self.padding_mask = _padding_mask(mask)
         if mask is not None and self.padding_mask is None:
             self.prepared_mask, self.padding_mask = self._mask_of_modules_around()
 
@@ -112,13 +112,13 @@ class ForwardCall(ModuleCall):
     def _around(self) -> Iterator[ModuleCall]:
         """Yield the calls of the modules around this decoder, innermost first.
 
-        Where it runs inside of another decoder, they end with the call of that one.
+        Those around another decoder that it may run inside of are left out.
         """
         for state in running():
+            if isinstance(state, ForwardCall) and state is not self:
+                return
             if isinstance(state, ModuleCall) and state is not self:
                 yield state
-                if isinstance(state, ForwardCall):
-                    return
 
     def _mask_of_modules_around(self) -> tuple[bool, Tensor | None]:
         """Return whether the user prepared the decoder's mask, and else the padding mask that it was prepared from.
@@ -129,7 +129,7 @@ class ForwardCall(ModuleCall):
         """
         for call in self._around():
             mask = call.argument("attention_mask")
-            padding = padding_mask(mask)
+            padding = _padding_mask(mask)
             if padding is not None or mask is None:
                 return False, padding
         return True, None
@@ -148,7 +148,7 @@ class ForwardCall(ModuleCall):
         self.masks.clear()
 
 
-def padding_mask(mask: Any) -> Tensor | None:
+def _padding_mask(mask: Any) -> Tensor | None:
     """Return the mask (rows, tokens) in a mask argument, bool, True for every token that is not padding.
 
     None: the argument has no such mask. It may be a dict by layer type. A mask may number the inputs that are packed
