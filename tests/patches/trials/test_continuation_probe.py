@@ -1,4 +1,4 @@
-"""The trial of a patch with a cache: a model that goes on from it passes, and hooks that miss the cache are refused."""
+"""The trial of a patch with a cache: a model that goes on from it passes; a patch that misses the cache is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def missed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make hooks see no cache, as if a release had given it another name and type."""
+    """Make patched forwards see no cache, as if a release had given it another name and type."""
     monkeypatch.setattr(forward_call, "cache_argument", lambda decoder, call: None)
 
 
