@@ -16,6 +16,7 @@ import torch
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
+from rope_ext_hf.models.config_keys import rotated_dims, text_settings
 from rope_ext_hf.models.families import family, linear_is_extended, original_length_of_linear, runs_short_list
 from rope_ext_hf.models.family_settings import config_number
 
@@ -139,6 +140,25 @@ def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRop
     plain = Rotary(dim, theta, original, rotated_pairs)
     method = resolve_method(_METHOD_OF_TYPE.get(rope_type, rope_type), plain, **parameters)
     return ConfigRope(plain, method, context_length, rule, " ".join(note for note in notes if note))
+
+
+def rope_by_sizes(config: Any, layer_type: str | None, values: Mapping[str, Any] | None = None) -> ConfigRope:
+    """Return the rotary embedding that a config describes for a layer type, as `read_rope` does, without a model.
+
+    A model has as many rotated dims as its frequencies need. Here the number follows from sizes in the config.
+
+    Args:
+        config: a text config without patches.
+        layer_type: as `read_rope` takes it.
+        values: the values of the config under their usual keys; None: those are looked up in the class of the config,
+            which is imported for it.
+    """
+    values = text_settings(config.to_dict()) if values is None else values
+    settings = rope_dict(config, layer_type)
+    proportional = settings.get("rope_type") == "proportional"
+    partial = values.get("partial_rotary_factor") or settings.get("partial_rotary_factor")
+    share = {} if proportional or partial is None else {"partial_rotary_factor": partial}
+    return read_rope(config, rotated_dims(values, share, layer_type), layer_type)
 
 
 def _stated_length(config: Any) -> int:

@@ -148,7 +148,7 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
         method, rotary = small_patch(spec.method, spec.rotary)
         state = replace(plan.state, spec=replace(spec, method=method, rotary=rotary, target_length=TOKENS))
         layers = small_layers(plan.attention, spec.method, method, rotary)
-        small = PatchPlan(model, state, plan.slots, layers)
+        small = PatchPlan(plan.rope, state, layers)
         try:
             _install(small, [make_replacement(slot, method, rotary, state) for slot in plan.slots], hooks)
             difference = try_continuation(model, decoder, kind, spec.method)

@@ -30,12 +30,12 @@ def make_replacement(slot: Slot, method: RopeMethod, rotary: Rotary, state: Patc
     return kind(slot, method, rotary, state)
 
 
-def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> None:
-    """Check that a method can replace the tables of angles in a model; without such a table every method passes.
+def check_table_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> None:
+    """Check that a method can replace the tables of angles in a model.
 
     Raises:
-        UnsupportedModelError: the model has such a table, and the method changes attention, rotates rows of different
-            lengths differently, or has an attention factor that would scale the values too.
+        UnsupportedModelError: the method changes attention, rotates rows of different lengths differently, or has an
+            attention factor that would scale the values too.
     """
     for slot in slots:
         if not slot.is_table:
