@@ -1,7 +1,7 @@
 """The rope of a model, read once: from a loaded model, from a config alone, or from a checkpoint to be converted.
 
     rope = ModelRope.of_model(model)
-    rope.base().rotary          # the rotary embedding that a patch extends
+    rope.rotary                 # the rotary embedding that a patch extends
     rope.pairing                # "half" or "interleaved"
 
 A patch is planned on it, `describe` prints it, and runs, conversions and the tools for serving ask it.
@@ -158,7 +158,7 @@ class ModelRope:
         if rotary is not None:
             text = config.get_text_config()
             rope = ConfigRope(rotary, Default(), rotary.context_length, "the family table")
-            return cls(text, (rope,), (None,))
+            return cls(text, (rope,), (None,), model=model)
         if model is not None:
             return cls.of_model(model)
         return cls(config, (rope_by_sizes(config, None, config.to_dict()),), (None,))
@@ -215,6 +215,11 @@ class ModelRope:
                 rotary, rule = _with_context_length(rotary, published), "as published"
         return BaseRope(rotary, rule, self.config)
 
+    @property
+    def rotary(self) -> Rotary:
+        """The rotary embedding that a patch extends by default: that of the model as loaded."""
+        return self.base().rotary
+
     def _over_present_patch(self, context_length: int | None) -> BaseRope:
         """Return the rotary embedding that a patch with over="patched" extends: the model's own under its last patch.
 
@@ -243,7 +248,7 @@ class ModelRope:
     @cached_property
     def pairing(self) -> str | None:
         """The dims that the class of the model rotates together, "half" or "interleaved"; None: they are unknown."""
-        return run_pairing(self.config) if self.model is None else pairing_of(self.model, self.slot.config)
+        return run_pairing(self.config) if self.model is None else pairing_of(self.model, self.config)
 
     @property
     def own_length_dependent(self) -> str | None:

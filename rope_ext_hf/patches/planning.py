@@ -214,6 +214,7 @@ def _write_configs(
         _check_softmax_scale(rope.slots[0].config, written)
     return encoding
 
+
 def _gguf_note(model: nn.Module) -> str | None:
     """Return a sentence on a scaling that may be missing in a model loaded from a GGUF file; None for other models.
 

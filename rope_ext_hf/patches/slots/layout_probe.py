@@ -54,7 +54,7 @@ def _code(function: Any) -> list[Any] | None:
     """
     import transformers
 
-    libraries = tuple([str(Path(library.__file__).parent) for library in (torch, transformers)])
+    libraries = tuple([str(Path(str(library.__file__)).parent) for library in (torch, transformers)])
     code = []
     while function is not None:
         if not hasattr(function, "__code__") or not function.__code__.co_filename.startswith(libraries):

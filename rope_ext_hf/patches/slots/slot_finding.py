@@ -2,8 +2,8 @@
 
 A slot is a module that holds `inv_freq` (or `<layer type>_inv_freq`), takes `position_ids`, and belongs to the model's
 text config. Most families compute cos and sin as Llama does. For the others, the arrangement is what their own forward
-does with a few made-up frequencies, see `layout_probe`. A family that keeps a table of angles in its weights instead (RoFormer) is read otherwise; see
-`roformer`.
+does with a few made-up frequencies, see `layout_probe`. A family that keeps a table of angles in its weights instead
+(RoFormer) is read otherwise; see `roformer`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from rope_ext_hf.patches.slots.patched_slot import (
     Slot,
     check_filled,
     check_is_model,
-    patched_slots,
 )
 from rope_ext_hf.patches.slots.slot_refusals import no_config, no_rotary_module, reads_no_tokens
 
