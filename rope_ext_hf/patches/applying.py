@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.decoder_arguments import check_names
 from rope_ext_hf.models.patch_records import Patch
@@ -27,15 +28,16 @@ from rope_ext_hf.patches.planning import PatchPlan, plan_replay
 from rope_ext_hf.patches.saved.adapters import stop_recording
 from rope_ext_hf.patches.saved.generation_length import extend_generation
 from rope_ext_hf.patches.saved.saving import attach_saving
-from rope_ext_hf.patches.slots.patch_state import swap_configs
+from rope_ext_hf.patches.slots.patch_state import PatchState, swap_configs
 from rope_ext_hf.patches.slots.patched_slot import (
     PatchedRotaryEmbedding,
+    Slot,
     active_patches,
     check_filled,
     patch_state,
     patched_slots,
 )
-from rope_ext_hf.patches.slots.roformer import make_replacement
+from rope_ext_hf.patches.slots.roformer import PatchedTable
 from rope_ext_hf.patches.trials.continuation_probe import (
     TOKENS,
     NotTriedError,
@@ -112,6 +114,12 @@ def apply_plan(plan: PatchPlan) -> None:
     modules[0].hooks.append(modules[0].register_state_dict_pre_hook(cover_models_above))  # type: ignore[no-untyped-call]
 
 
+def make_replacement(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedRotaryEmbedding:
+    """Return the module that a patch will put in a slot, the place of a rotary module; do not change the model yet."""
+    kind = PatchedTable if slot.is_table else PatchedRotaryEmbedding  # RoFormer has a table in its weights there
+    return kind(slot, method, rotary, state)
+
+
 def _before_use(slot: PatchedRotaryEmbedding) -> None:
     """Check the trainers of a patched model, and extend the patch of a part to the whole model."""
     check_trainers_above(slot)
@@ -162,7 +170,8 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
 def _install(plan: PatchPlan, modules: Sequence[PatchedRotaryEmbedding], hooks: type[DecoderHooks] | None) -> None:
     """Put the modules, configs and hooks of a plan into its model, and take off a patch that the model has."""
     model, state = plan.model, plan.state
-    remove_patch(model)
+    if patch_state(model) is not None:
+        remove_patch(model)
     swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})
     if isinstance(state.spec.method, RemappingMethod):
         register()

@@ -19,15 +19,8 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.families import family
-from rope_ext_hf.patches.slots.patch_state import PatchState
 from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, Slot
 from rope_ext_hf.patches.slots.slot_finding import rotary_modules
-
-
-def make_replacement(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedRotaryEmbedding:
-    """Return the module that a patch will put in a slot, the place of a rotary module; do not change the model yet."""
-    kind = _PatchedTable if slot.is_table else PatchedRotaryEmbedding
-    return kind(slot, method, rotary, state)
 
 
 def check_table_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> None:
@@ -59,7 +52,7 @@ def check_table_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary
             )
 
 
-class _PatchedTable(PatchedRotaryEmbedding):
+class PatchedTable(PatchedRotaryEmbedding):
     """The module that stands in the place of a table of angles while a model is patched.
 
     A state_dict holds the table of the patched model, under the name that the model's class reads. A table in a
