@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from rope_ext_hf.bounds import MOST_TOKENS, Length, check_int, limit, parse_length
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean
-from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedScaling, is_number
+from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedScaling
+from rope_ext_hf.methods.parameters import is_number
 from rope_ext_hf.options.method_choice import folded, unknown_method
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 

@@ -93,7 +93,7 @@ def apply_plan(plan: PatchPlan) -> None:
         for slot in plan.slots:
             check_names(decoder_of(model, slot.parent))
     modules = [
-        make_replacement(slot, method, state.spec.rotary, state) for slot in plan.slots
+        _make_replacement(slot, method, state.spec.rotary, state) for slot in plan.slots
     ]  # may still raise MethodError
     before, slots = active_patches(model), patched_slots(model)
     try:
@@ -114,7 +114,7 @@ def apply_plan(plan: PatchPlan) -> None:
     modules[0].hooks.append(modules[0].register_state_dict_pre_hook(cover_models_above))  # type: ignore[no-untyped-call]
 
 
-def make_replacement(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedRotaryEmbedding:
+def _make_replacement(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedRotaryEmbedding:
     """Return the module that a patch will put in a slot, the place of a rotary module; do not change the model yet."""
     kind = PatchedTable if slot.is_table else PatchedRotaryEmbedding  # RoFormer has a table in its weights there
     return kind(slot, method, rotary, state)
@@ -158,7 +158,7 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
         layers = small_layers(plan.attention, spec.method, method, rotary)
         small = PatchPlan(plan.rope, state, layers)
         try:
-            _install(small, [make_replacement(slot, method, rotary, state) for slot in plan.slots], hooks)
+            _install(small, [_make_replacement(slot, method, rotary, state) for slot in plan.slots], hooks)
             difference = try_continuation(model, decoder, kind, spec.method)
         finally:
             remove_patch(model)

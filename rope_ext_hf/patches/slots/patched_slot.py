@@ -8,7 +8,7 @@ base).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Self
@@ -27,7 +27,7 @@ from rope_ext_hf.patches.slots.patch_state import PatchState
 from rope_ext_hf.patches.slots.slot_rotary import rotary_for_slot
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 
-__all__ = ["active_patches", "first_scaled", "patch_state"]
+__all__ = ["active_patches", "patch_state"]
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,6 @@ _FLOAT32_ERROR = 1e-4
 def _frequency_name(layer_type: LayerType) -> str:
     """Return the name of the buffer with the frequencies of a layer type in transformers' rotary modules."""
     return "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
-
-
-def first_scaled(slots: Sequence[Slot]) -> Slot:
-    """Return the first slot whose layers a method applies to; without such a slot, the first slot."""
-    return next((slot for slot in slots if slot.scaled_layers), slots[0])
 
 
 _ROTATION_ATTRIBUTES = ("original_inv_freq", "inv_freq", "attention_scaling")

@@ -36,7 +36,7 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.models.patch_records import Patch
-from rope_ext_hf.patches.base_rope import base_rope_of_model
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.reading.text.documents import Tokens
@@ -132,8 +132,9 @@ def find_base_rotary(
     specs = active_patches(model)
     if specs and over == "own" and context_length is None and all(method == specs[-1].method for method in methods):
         return BaseRotary.from_specs(specs)
-    under = base_rope_of_model(model, over=over, context_length=context_length)
-    return BaseRotary(under.rotary, None, under.live)
+    rope = ModelRope.of_model(model)
+    base = rope.base(over, context_length)
+    return BaseRotary(base.rotary, None, base.below if rope.is_patched else ())
 
 
 def results_of_model(run: Run[Any], model: nn.Module, name: str) -> tuple[Run[Any], Method]:
