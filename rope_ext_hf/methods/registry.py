@@ -231,6 +231,8 @@ _MEANT = {"scale": "factor", "scaling_factor": "factor", "max_length": "target_l
 
 def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:
     """Return the method class for a name or alias, and the parameters that the alias implies."""
+    if method in _METHODS:
+        return _METHODS[method], {}
     registered = registered_name(method)
     name, implied = _ALIASES.get(registered, (registered, {}))
     if name not in _METHODS:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -58,6 +59,14 @@ class ConfigRope:
     def follows_length(self) -> bool:
         """True if the model, as loaded, has other frequencies for longer inputs."""
         return self.method.depends_on_length(self.plain)
+
+    def describes(self, inv_freq: Tensor) -> bool:
+        """Return whether frequencies of a rotary module, (dim // 2,), are those stated here, up to rounding."""
+        stated = self.method.frequencies(self.plain, self.plain.trained_length).inv_freq
+        # A cast to bfloat16 or float16, which may have been undone since, leaves relative differences below 1e-2;
+        # another base or another number of dims leaves far larger ones. Near zero float16 keeps multiples of 6e-8 only.
+        same_shape = inv_freq.shape == stated.shape
+        return same_shape and torch.allclose(inv_freq.double().cpu(), stated, rtol=1e-2, atol=6e-8)
 
     def is_kept(self, method: RopeMethod, rotary: Rotary) -> bool:
         """Return whether a method over a rotary embedding gives the shortest inputs the frequencies stated here."""

@@ -108,12 +108,19 @@ class ModelRope:
         layer_types = tuple(dict.fromkeys([name for slot in slots for name in slot.scaled_layers]))
         # Where no layer attends to everything there is nothing to extend, but still a rotary embedding to describe.
         places = [(slot, name) for slot in slots for name in (slot.scaled_layers if layer_types else slot.as_loaded)]
+        stated = [slot.as_loaded[name] for slot, name in places]
         config, patches = slots[0].config, active_patches(model)
         is_patched = bool(patches)
-        if PATCH_KEY in vars(config):  # plain transformers loaded the model from a folder that was saved patched
-            config, patches = before_patches(config), patches or tuple(recorded_specs(config))
-        stated = tuple([_before_recorded(slot, name) for slot, name in places])
-        return cls(config, stated, layer_types, slots, patches, is_patched, model)
+        # Plain transformers has loaded the model from a folder that was saved patched.
+        if any(PATCH_KEY in vars(slot.config) for slot in slots):
+            dims = [rope.plain.dim for rope in stated]
+            stated = [
+                read_rope(before_patches(slot.config), dim, name)
+                for (slot, name), dim in zip(places, dims, strict=True)
+            ]
+            patches = patches or tuple(recorded_specs(config))
+            config = before_patches(config)
+        return cls(config, tuple(stated), layer_types, slots, patches, is_patched, model)
 
     @classmethod
     def of_config(cls, config: Any) -> ModelRope:
@@ -255,14 +262,6 @@ class ModelRope:
         """The name of a scaling of the model itself that follows the length of the input; None: it has none."""
         ropes = [rope for slot in self.slots for rope in slot.as_loaded.values()]
         return next((rope.method.name for rope in ropes if rope.follows_length), None)
-
-
-def _before_recorded(slot: Slot, layer_type: LayerType) -> ConfigRope:
-    """Return the rotary embedding of a layer type without the patch that the config of a slot may record."""
-    rope = slot.as_loaded[layer_type]
-    if PATCH_KEY not in vars(slot.config):
-        return rope
-    return read_rope(before_patches(slot.config), rope.plain.dim, layer_type)
 
 
 def _with_context_length(rotary: Rotary, context_length: int) -> Rotary:

@@ -120,9 +120,10 @@ def patch(
         native=native,
         **params,
     )
-    replaced = replaced_note(recorded, plan.state.spec)
-    if replaced is not None and over != "patched":
-        warnings.warn(replaced, stacklevel=2)
+    if recorded and over != "patched":
+        replaced = replaced_note(recorded, plan.state.spec)
+        if replaced is not None:
+            warnings.warn(replaced, stacklevel=2)
     patch_as_planned(plan)
     return model
 

@@ -170,7 +170,9 @@ def _plan(rope: ModelRope, base: BaseRope, patch: Patch, live: tuple[Patch, ...]
     configs = _copied_configs(model, slots[0].config)
     encoding = _write_configs(rope, configs, patch, base.below)
     length = encoding.extended_length or patch.rotary.context_length
-    sliding, every_layer = slots[0].sliding_note(length, named=patch.layers is not None)
+    sliding, every_layer = None, False
+    if layers.window:
+        sliding, every_layer = slots[0].sliding_note(length, named=patch.layers is not None)
     notes = [
         sliding,
         layers.unrotated_note(method),

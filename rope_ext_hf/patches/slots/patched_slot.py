@@ -22,9 +22,9 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.config import ConfigRope
 from rope_ext_hf.models.layer_types import SLIDING, AttentionLayers, LayerType
 from rope_ext_hf.models.patch_records import Patch
-from rope_ext_hf.patches.slots.class_angles import built_anew, same_frequencies
+from rope_ext_hf.patches.slots.class_angles import built_anew
 from rope_ext_hf.patches.slots.patch_state import PatchState
-from rope_ext_hf.patches.slots.slot_rotary import rotary_for_slot
+from rope_ext_hf.patches.slots.slot_rotary import MultipliedRotaryEmbedding, RemappedRotaryEmbedding
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 
 __all__ = ["active_patches", "patch_state"]
@@ -157,15 +157,17 @@ class PatchedRotaryEmbedding(nn.Module):
         self.tables = nn.ModuleDict()
         for layer_type, rope in slot.as_loaded.items():
             scaled = layer_type in slot.scaled_layers
-            self.tables[layer_type or "all"] = rotary_for_slot(
-                method if scaled else rope.method,
-                rotary if scaled else rope.plain,
-                source=slot.module,
-                log_multiplier=slot.log_multiplier,
-                layout=slot.layout,
-                cast=slot.cast,
-                axis_of_pair=slot.axis_of_pair[layer_type],
-            )
+            applied = (method, rotary) if scaled else (rope.method, rope.plain)
+            settings: dict[str, Any] = {"layout": slot.layout, "cast": slot.cast}
+            settings["axis_of_pair"] = slot.axis_of_pair[layer_type]
+            if slot.log_multiplier is not None:  # the model multiplies its frequencies by learned numbers
+                learned = {"source": slot.module, "buffer": slot.log_multiplier}
+                table: RotaryEmbedding = MultipliedRotaryEmbedding(*applied, **learned, **settings)
+            elif isinstance(applied[0], RemappingMethod):  # an attention function does the rest of the rotation
+                table = RemappedRotaryEmbedding(*applied, **settings)
+            else:
+                table = RotaryEmbedding(*applied, **settings)
+            self.tables[layer_type or "all"] = table
         self.axes = slot.axes
         self._as_loaded = slot.as_loaded
         self._kept_length: int | None = None  # the longest row that the module as loaded still rotates itself
@@ -329,9 +331,8 @@ class PatchedRotaryEmbedding(nn.Module):
         module = built_anew(self.replaced)
         tensors = {} if module is None else _tensors(module)
         for layer_type, rope in self._as_loaded.items():
-            stated = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq
             inv_freq = tensors.get(_frequency_name(layer_type))
-            if inv_freq is not None and not same_frequencies(inv_freq, stated):
+            if inv_freq is not None and not rope.describes(inv_freq):
                 return {}
         return tensors
 

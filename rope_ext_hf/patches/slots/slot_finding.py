@@ -18,7 +18,6 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.models.config import ConfigRope, read_rope
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.layer_types import AttentionLayers, Layers, LayerType
-from rope_ext_hf.patches.slots.class_angles import same_frequencies
 from rope_ext_hf.patches.slots.layout_probe import AngleLayout, computes_as_llama, probe_layout
 from rope_ext_hf.patches.slots.patched_slot import (
     PatchedRotaryEmbedding,
@@ -128,14 +127,14 @@ def _slot(rotary_module: _RotaryModule, chosen_layers: Layers | None, *, several
         # The buffer itself may hold the frequencies of the last input, in a class that follows the length.
         inv_freq = getattr(module, name.removesuffix("inv_freq") + "original_inv_freq", getattr(module, name))
         as_loaded[layer_type] = rope = read_rope(config, 2 * inv_freq.shape[-1], layer_type)
-        stated = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq
         # A patch computes from the config, so that the config must describe what the model does.
-        if inv_freq.device.type != "meta" and not same_frequencies(inv_freq, stated):
+        if inv_freq.device.type != "meta" and not rope.describes(inv_freq):
             check_filled(module)
             raise _another_geometry(config, rope)
         if computes_as_llama(type(module)):  # most families copy it: one axis, the half layout, and no multiplier
             angles = AngleLayout("half", True, None)
         else:
+            stated = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq
             angles = probe_layout(module, stated.float(), layer_type)
             log_multiplier = _log_multiplier(module, config, inv_freq.shape[-1])
         axis_of_pair[layer_type], axes = angles.axis_of_pair, max(axes, angles.axes)
