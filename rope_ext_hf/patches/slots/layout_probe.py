@@ -35,16 +35,19 @@ class AngleLayout(NamedTuple):
     axes: int = 1
 
 
-def computes_as_llama(rotary_class: type[nn.Module]) -> bool:
-    """Return whether the forward of a rotary class is a copy of the one of Llama, so that no probe is needed.
+def computes_as_llama(module: nn.Module) -> bool:
+    """Return whether the forward of a rotary module is a copy of the one of Llama, so that no probe is needed.
 
     transformers generates the code of most families from that of Llama. Llama's positions have one axis; every angle is
-    there twice, in the layout "half"; and cos and sin have the dtype of the hidden states.
+    there twice, in the layout "half"; and cos and sin have the dtype of the hidden states. The module must hold nothing
+    beside its frequencies.
     """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    own = _code(rotary_class.forward)
-    return own is not None and own == _code(LlamaRotaryEmbedding.forward)
+    own = _code(type(module).forward)
+    if own is None or own != _code(LlamaRotaryEmbedding.forward):
+        return False
+    return not module._parameters and all(name.endswith("inv_freq") for name in module._buffers)
 
 
 def _code(function: Any) -> list[Any] | None:

@@ -161,8 +161,8 @@ class PatchedRotaryEmbedding(nn.Module):
             settings: dict[str, Any] = {"layout": slot.layout, "cast": slot.cast}
             settings["axis_of_pair"] = slot.axis_of_pair[layer_type]
             if slot.log_multiplier is not None:  # the model multiplies its frequencies by learned numbers
-                learned = {"source": slot.module, "buffer": slot.log_multiplier}
-                table: RotaryEmbedding = MultipliedRotaryEmbedding(*applied, **learned, **settings)
+                source, buffer = slot.module, slot.log_multiplier
+                table: RotaryEmbedding = MultipliedRotaryEmbedding(*applied, source=source, buffer=buffer, **settings)
             elif isinstance(applied[0], RemappingMethod):  # an attention function does the rest of the rotation
                 table = RemappedRotaryEmbedding(*applied, **settings)
             else:

@@ -131,7 +131,7 @@ def _slot(rotary_module: _RotaryModule, chosen_layers: Layers | None, *, several
         if inv_freq.device.type != "meta" and not rope.describes(inv_freq):
             check_filled(module)
             raise _another_geometry(config, rope)
-        if computes_as_llama(type(module)):  # most families copy it: one axis, the half layout, and no multiplier
+        if computes_as_llama(module):  # most families do: one axis, the half layout, and no multiplier
             angles = AngleLayout("half", True, None)
         else:
             stated = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq
