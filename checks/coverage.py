@@ -413,7 +413,7 @@ def _opened(model: Any) -> ConfigModel:
 def _announced(opened: ConfigModel, method: RopeMethod) -> RopeExtError | None:
     """The error with which `patch` is to refuse a method, asked for without the weights; None: it is offered."""
     try:
-        opened.patch_spec(method)
+        opened.planned_patch(method)
     except RopeExtError as error:
         return error
     return opened.refusal(method)

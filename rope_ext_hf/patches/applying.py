@@ -54,18 +54,18 @@ from rope_ext_hf.patches.whole_models import cover_models_above
 M = TypeVar("M", bound=nn.Module)
 
 
-def reapply(model: M, specs: Sequence[Patch], earlier: Sequence[PatchedRotaryEmbedding] = ()) -> M:
+def reapply(model: M, patches: Sequence[Patch], earlier: Sequence[PatchedRotaryEmbedding] = ()) -> M:
     """Patch a model, in place, as it was patched before or as the folder it comes from records, and return it.
 
     Args:
-        model, specs: as `plan_replay` takes them.
+        model, patches: as `plan_replay` takes them.
         earlier: the modules that stood in the slots under this patch. The new modules take over their memory and their
             trained values.
 
     Raises:
         CheckpointError, MethodError, UnsupportedModelError: as `plan_replay` raises them.
     """
-    apply_plan(plan_replay(model, specs))
+    apply_plan(plan_replay(model, patches))
     earlier_by_place = {slot.replaced: slot for slot in earlier}
     for slot in patched_slots(model):
         if slot.replaced in earlier_by_place:
@@ -87,13 +87,13 @@ def apply_plan(plan: PatchPlan) -> None:
 
     When an exception is raised, the model is as it was before the call.
     """
-    model, state, method = plan.model, plan.state, plan.state.spec.method
-    hooks = _hooks_for(state.spec)
+    model, state, method = plan.model, plan.state, plan.state.patch.method
+    hooks = _hooks_for(state.patch)
     if hooks is not None:
         for slot in plan.slots:
             check_names(decoder_of(model, slot.parent))
     modules = [
-        _make_replacement(slot, method, state.spec.rotary, state) for slot in plan.slots
+        _make_replacement(slot, method, state.patch.rotary, state) for slot in plan.slots
     ]  # may still raise MethodError
     before, slots = active_patches(model), patched_slots(model)
     try:
@@ -126,16 +126,16 @@ def _before_use(slot: PatchedRotaryEmbedding) -> None:
     cover_models_above(slot)
 
 
-def needs_hooks(spec: Patch) -> bool:
+def needs_hooks(patch: Patch) -> bool:
     """Return whether a patch needs hooks around the decoder; only then does `patch` try it by running tokens."""
-    return _hooks_for(spec) is not None
+    return _hooks_for(patch) is not None
 
 
-def _hooks_for(spec: Patch) -> type[DecoderHooks] | None:
+def _hooks_for(patch: Patch) -> type[DecoderHooks] | None:
     """Return the class of the hooks that a patch needs around each decoder; None for a static method."""
-    if isinstance(spec.method, RemappingMethod):
+    if isinstance(patch.method, RemappingMethod):
         return RemappingHooks
-    return LengthHooks if spec.method.depends_on_length(spec.rotary) else None
+    return LengthHooks if patch.method.depends_on_length(patch.rotary) else None
 
 
 def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
@@ -143,26 +143,26 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
 
     Afterwards the model may lack the patch that it had, which the patch that is being applied replaces anyway.
     """
-    model, spec = plan.model, plan.state.spec
+    model, patch = plan.model, plan.state.patch
     slot = next(slot for slot in plan.slots if not slot.idle)
     decoder = decoder_of(model, slot.parent)
-    kind = kind_of_patch(decoder, hooks, spec.method)
+    kind = kind_of_patch(decoder, hooks, patch.method)
     if was_tried(kind):
         return
     try:
         missing = missing_weights(model)
         if missing:
             raise NotTriedError(missing)
-        method, rotary = small_patch(spec.method, spec.rotary)
-        state = replace(plan.state, spec=replace(spec, method=method, rotary=rotary, target_length=TOKENS))
-        layers = small_layers(plan.attention, spec.method, method, rotary)
+        method, rotary = small_patch(patch.method, patch.rotary)
+        state = replace(plan.state, patch=replace(patch, method=method, rotary=rotary, target_length=TOKENS))
+        layers = small_layers(plan.attention, patch.method, method, rotary)
         small = PatchPlan(plan.rope, state, layers)
         try:
             _install(small, [_make_replacement(slot, method, rotary, state) for slot in plan.slots], hooks)
-            difference = try_continuation(model, decoder, kind, spec.method)
+            difference = try_continuation(model, decoder, kind, patch.method)
         finally:
             remove_patch(model)
-        check_difference(model, decoder, spec.method.name, *difference)
+        check_difference(model, decoder, patch.method.name, *difference)
     except NotTriedError as reason:
         plan.state.notes += (f"Generating with a cache was not checked, because {reason}.",)
 
@@ -173,7 +173,7 @@ def _install(plan: PatchPlan, modules: Sequence[PatchedRotaryEmbedding], hooks: 
     if patch_state(model) is not None:
         remove_patch(model)
     swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})
-    if isinstance(state.spec.method, RemappingMethod):
+    if isinstance(state.patch.method, RemappingMethod):
         register()
         attach(plan.attention, plan.slots[0].config)
         # Attention modules look up the function that they run by the name in their config.

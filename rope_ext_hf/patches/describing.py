@@ -159,11 +159,11 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         CheckpointError: the weights are, by the config, in another pairing than the class rotates.
     """
     if isinstance(model, PatchPlan):
-        return _describe_patched(model.rope, model.state, model.state.spec.method)
+        return _describe_patched(model.rope, model.state, model.state.patch.method)
     check_pairing(model)
     live = patched_slots(model)
     if live:
-        present = live[0].present_spec
+        present = live[0].present_patch
         return _describe_patched(ModelRope.of_model(model, present.layers), live[0].state, present.method)
     rope = ModelRope.of_model(model)
     slot, embedding = rope.slot, rope.stated[0]
@@ -214,7 +214,7 @@ def _save_route(rope: ModelRope, state: PatchState) -> str:
 
 def _describe_patched(rope: ModelRope, state: PatchState, method: RopeMethod) -> Description:
     """Describe a model under a patch, live or planned; `method` has the present values of a trained parameter."""
-    slots, rotary = rope.slots, state.spec.rotary
+    slots, rotary = rope.slots, state.patch.rotary
     return _description(
         rope,
         rotary,

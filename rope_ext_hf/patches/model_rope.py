@@ -27,7 +27,7 @@ from rope_ext_hf.models.families import family
 from rope_ext_hf.models.family_settings import stated_rotary
 from rope_ext_hf.models.layer_types import AttentionLayers, Layers, LayerType
 from rope_ext_hf.models.model_classes import empty_model
-from rope_ext_hf.models.patch_records import PATCH_KEY, Patch, before_patches, recorded_specs
+from rope_ext_hf.models.patch_records import PATCH_KEY, Patch, before_patches, recorded_patches
 from rope_ext_hf.models.recipes import published_length
 from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.patches.rows.row_probe import pairing_of, run_pairing
@@ -118,7 +118,7 @@ class ModelRope:
                 read_rope(before_patches(slot.config), dim, name)
                 for (slot, name), dim in zip(places, dims, strict=True)
             ]
-            patches = patches or tuple(recorded_specs(config))
+            patches = patches or tuple(recorded_patches(config))
             config = before_patches(config)
         return cls(config, tuple(stated), layer_types, slots, patches, is_patched, model)
 

@@ -121,7 +121,7 @@ def patch(
         **params,
     )
     if recorded and over != "patched":
-        replaced = replaced_note(recorded, plan.state.spec)
+        replaced = replaced_note(recorded, plan.state.patch)
         if replaced is not None:
             warnings.warn(replaced, stacklevel=2)
     patch_as_planned(plan)
@@ -212,5 +212,5 @@ def reset(model: M) -> M:
 
 def patched_method(model: nn.Module) -> RopeMethod | None:
     """Return the method that `patch` put into a model; None if the model is not patched."""
-    specs = active_patches(model)
-    return specs[-1].method if specs else None
+    patches = active_patches(model)
+    return patches[-1].method if patches else None

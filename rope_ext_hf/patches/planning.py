@@ -41,7 +41,7 @@ class PatchPlan:
 
     Attributes:
         rope: the rope of the model as it was before any patch.
-        state: what the patched model will remember. `state.spec` is the patch with every parameter filled in, and
+        state: what the patched model will remember. `state.patch` is the patch with every parameter filled in, and
             `state.configs` are copies of the model's configs, in which the method and the extended length are written.
         attention: every attention module, and how it is to attend; empty for a frequency method.
     """
@@ -102,7 +102,7 @@ def plan_patch(
     patch = Patch(resolved, base.rotary, length, native, layers)
     plan = _plan(rope, base, patch, live=base.below if rope.is_patched else ())
     if rope.patches and not rope.is_patched and over != "patched":  # those that the folder of the model records
-        replaced = replaced_note(rope.patches, plan.state.spec)
+        replaced = replaced_note(rope.patches, plan.state.patch)
         if replaced is not None:
             state = plan.state
             warning = replaced if state.warning is None else f"{replaced}. {capital(state.warning)}"
@@ -110,18 +110,18 @@ def plan_patch(
     return plan
 
 
-def plan_replay(model: nn.Module, specs: Sequence[Patch]) -> PatchPlan:
+def plan_replay(model: nn.Module, patches: Sequence[Patch]) -> PatchPlan:
     """Return the plan that patches a model as it was patched before, or as the folder it comes from records.
 
     Args:
         model: the model.
-        specs: the patches, bottom first; the plan puts the last one on, over those before it.
+        patches: the patches, bottom first; the plan puts the last one on, over those before it.
 
     Raises:
         CheckpointError: the last patch is for another number of rotated dims.
         MethodError, UnsupportedModelError: as `plan_patch` raises them.
     """
-    *below, top = specs
+    *below, top = patches
     rope = _read_rope(model, top.layers)
     base = rope.base()
     if base.rotary.dim != top.rotary.dim:

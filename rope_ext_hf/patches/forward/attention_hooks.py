@@ -108,18 +108,18 @@ class RemappingHooks(DecoderHooks):
             with _PROBING:
                 layers = _prepared_layers(decoder) or self._prepare_layers(decoder)
         self.layers = layers
-        self.places = places_of_attention(decoder, self.layers.values(), self.slots[0].state.spec.method.name)
+        self.places = places_of_attention(decoder, self.layers.values(), self.slots[0].state.patch.method.name)
 
     def _prepare_layers(self, decoder: nn.Module) -> dict[int, nn.Module]:
         """Prepare the attention modules of a decoder that was patched without its weights; return them by index.
 
         This is done in the first forward, before any of its state is kept.
         """
-        spec = self.slots[0].state.spec
-        assert isinstance(spec.method, RemappingMethod)
-        slots = find_slots(decoder, spec.layers)
+        patch = self.slots[0].state.patch
+        assert isinstance(patch.method, RemappingMethod)
+        slots = find_slots(decoder, patch.layers)
         with torch.inference_mode(mode=False):  # what is measured here serves later forwards with gradients, too
-            attach(probe_layers(decoder, slots, spec.method, spec.rotary), slots[0].config)
+            attach(probe_layers(decoder, slots, patch.method, patch.rotary), slots[0].config)
         return _prepared_layers(decoder)
 
     def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

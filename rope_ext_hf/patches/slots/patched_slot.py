@@ -192,12 +192,12 @@ class PatchedRotaryEmbedding(nn.Module):
         """Return the method and those of its parameters that are not its defaults, for `print(model)`."""
         if self._state is None:
             return super().__repr__()
-        spec = self._state.spec
-        values = {each.name: (getattr(spec.method, each.name), each.default) for each in fields(spec.method)}
+        patch = self._state.patch
+        values = {each.name: (getattr(patch.method, each.name), each.default) for each in fields(patch.method)}
         stated = {name: value for name, (value, default) in values.items() if value != default}
-        if spec.layers is not None:
-            stated["layers"] = spec.layers
-        shown = [spec.method.name, *(f"{name}={_shown(value)}" for name, value in stated.items())]
+        if patch.layers is not None:
+            stated["layers"] = patch.layers
+        shown = [patch.method.name, *(f"{name}={_shown(value)}" for name, value in stated.items())]
         return f"PatchedRotaryEmbedding({', '.join(shown)})"
 
     def __getattr__(self, name: str) -> Any:
@@ -269,15 +269,15 @@ class PatchedRotaryEmbedding(nn.Module):
         return self._state
 
     @property
-    def present_spec(self) -> Patch:
+    def present_patch(self) -> Patch:
         """The patch, with the values that its trainable parameter has now."""
-        spec = self.state.spec
-        if not spec.method.trainable:
-            return spec
+        patch = self.state.patch
+        if not patch.method.trainable:
+            return patch
         for table in tables_of([self]):
-            if table.method == spec.method:
-                return replace(spec, method=table.present_method)
-        return spec
+            if table.method == patch.method:
+                return replace(patch, method=table.present_method)
+        return patch
 
     def table(self, name: str) -> RotaryEmbedding:
         """Return the rotary embedding of a layer type, or of "all" layers."""
@@ -454,4 +454,4 @@ def active_patches(model: nn.Module) -> tuple[Patch, ...]:
     The last one has the values that its trainable parameter has now.
     """
     slots = patched_slots(model)
-    return (*slots[0].state.below, slots[0].present_spec) if slots else ()
+    return (*slots[0].state.below, slots[0].present_patch) if slots else ()

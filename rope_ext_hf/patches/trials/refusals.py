@@ -137,7 +137,7 @@ def _differences(model: nn.Module, second: nn.Module) -> list[str]:
     try:
         expected, actual = fingerprint_of(model), fingerprint_of(second)
     except UnsupportedModelError:  # a family that rotates by a table
-        methods, others = ([spec.method for spec in active_patches(loaded)] for loaded in (model, second))
+        methods, others = ([patch.method for patch in active_patches(loaded)] for loaded in (model, second))
         return [] if methods == others else ["It is patched otherwise."]
     return expected.differences(replace(actual, length=expected.length))
 

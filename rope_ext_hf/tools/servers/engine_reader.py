@@ -383,12 +383,12 @@ class EngineScorer:
         They are compared on the first text of each length.
         """
         self._stop()
-        specs = active_patches(self.model)
-        method = None if specs == self.loaded and None in self.configs else specs[-1].method
+        patches = active_patches(self.model)
+        method = None if patches == self.loaded and None in self.configs else patches[-1].method
         expected = self._transformers_losses()
         self.process = self._new_process(self.configs[method])
         self._compare(self._read(self.process, [(ids, 1) for ids, _ in self.spans]), expected, method)
-        self.running = specs
+        self.running = patches
         return self.process
 
     def _stop(self) -> None:

@@ -21,7 +21,7 @@ from rope_ext_hf.models.config import rope_by_sizes, rope_dict
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.layer_types import SLIDING
 from rope_ext_hf.models.model_classes import empty_model
-from rope_ext_hf.models.patch_records import Patch, saved_specs
+from rope_ext_hf.models.patch_records import Patch, saved_patches
 from rope_ext_hf.models.patched_config import config_encoding, softmax_scale, write_settings
 from rope_ext_hf.models.recipes import Recipe, find_recipe, recipe_note, recipe_warning
 from rope_ext_hf.patches.model_rope import BaseRope, ModelRope
@@ -37,7 +37,7 @@ class ConfigModel:
 
     Attributes:
         config: the text config without patches.
-        specs: the patches that the model carries, bottom first.
+        patches: the patches that the model carries, bottom first.
         layers: the attention type of each layer, and which layers rotate.
         rope: what this config says of the rope.
         described: the rotary embedding of the layers that a method applies to.
@@ -45,13 +45,15 @@ class ConfigModel:
         whole: a function that makes the whole model, on the meta device if it is not in memory.
     """
 
-    def __init__(self, config: Any, specs: Sequence[Patch] = (), whole: Callable[[], nn.Module] | None = None) -> None:
+    def __init__(
+        self, config: Any, patches: Sequence[Patch] = (), whole: Callable[[], nn.Module] | None = None
+    ) -> None:
         """Read a text config that has no patch recorded in it; `whole` defaults to a model of that config.
 
         Raises:
             UnsupportedModelError: a model without rotary embeddings, or with several.
         """
-        self.config, self.specs = config, list(specs)
+        self.config, self.patches = config, list(patches)
         self.whole: Callable[[], Any] = whole or self.empty_model
         self.rope = ModelRope.of_config(config)
         self.layers, self.described = self.rope.layers, self.rope.embedding
@@ -66,13 +68,13 @@ class ConfigModel:
     @classmethod
     def of_record(cls, config: Any, record: Mapping[str, Any] | None, **arguments: Any) -> Self:
         """Return the model that a text config describes, with the patches in the record that its folder holds."""
-        return cls(config=config, specs=[] if record is None else saved_specs(record), **arguments)
+        return cls(config=config, patches=[] if record is None else saved_patches(record), **arguments)
 
     def base(self, over: str = "own", context_length: Length | None = None) -> BaseRope:
         """Return the rotary embedding that a patch would extend; the arguments are those of `rope_ext_hf.patch`."""
         return self.rope.base(over, context_length)
 
-    def patch_spec(
+    def planned_patch(
         self,
         method: str | RopeMethod,
         *,
@@ -89,14 +91,14 @@ class ConfigModel:
         bound = base.bind(resolved, length)
         return Patch(bound, base.rotary, length or bound.extended_length(base.rotary))
 
-    def patched_config(self, spec: Patch) -> Any:
+    def patched_config(self, patch: Patch) -> Any:
         """Return a copy of the text config as the patched model would be saved.
 
         Raises:
             UnsupportedModelError: no full-attention layer rotates, and the patch is for these.
         """
-        self.layers.check_method(spec.method, spec.layers)
-        encoding = config_encoding(self.config, spec, self.layer_types[0])
+        self.layers.check_method(patch.method, patch.layers)
+        encoding = config_encoding(self.config, patch, self.layer_types[0])
         patched = copy.deepcopy(self.config)
         write_settings(patched, encoding, self.layer_types)
         patched.max_position_embeddings = encoding.saved_length
@@ -116,11 +118,11 @@ class ConfigModel:
         """Return what the publisher states about the model's context in a sentence, see `recipe_note`; else None."""
         return recipe_note(self.config, rotary, method)
 
-    def notes_on(self, spec: Patch) -> tuple[str, ...]:
+    def notes_on(self, patch: Patch) -> tuple[str, ...]:
         """Return notes on layers that a patch does not reach, and on a published setting that it differs from."""
         notes = (
-            self.layers.unrotated_note(spec.method),
-            recipe_warning(self.config, spec.rotary, spec.method, spec.target_length),
+            self.layers.unrotated_note(patch.method),
+            recipe_warning(self.config, patch.rotary, patch.method, patch.target_length),
         )
         return tuple([note for note in notes if note])
 
