@@ -70,7 +70,7 @@ class BaseRope:
 
 @dataclass(frozen=True, eq=False)
 class ModelRope:
-    """What a model says of its rope, without the patches that it has.
+    """The rope of a model as its config and its rotary modules state it, without the patches that it has.
 
     Attributes:
         config: the text config without patches. It is read here, and never changed.
