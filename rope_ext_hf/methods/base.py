@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import MethodError, did_you_mean
 from rope_ext_hf.methods.parameters import field_annotations, is_number, parameter_types
 
@@ -256,11 +255,6 @@ class RopeMethod(ABC):
                 raise MethodError(f"{self.name}: {name} must be {fault}")
             if kind.choices:
                 self.check_choice(name, kind.choices)
-        self.check_least(1, "factor")
-        factor = getattr(self, "factor", None)
-        if factor is not None and factor > MOST_TOKENS:
-            raise MethodError(f"{self.name}: factor must be at most {MOST_TOKENS:,}, got {factor:g}")
-        self.check_above_zero("attention_factor")
 
     def check_least(self, least: int, *parameters: str) -> None:
         """Raise MethodError if one of these parameters is below `least`.

@@ -8,6 +8,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from rope_ext_hf.bounds import MOST_TOKENS
+
 
 class _ParameterType(NamedTuple):
     """The values that one parameter may have."""
@@ -16,6 +18,9 @@ class _ParameterType(NamedTuple):
     several: bool = False  # whether it is a tuple of them
     optional: bool = False  # whether it may be None
     choices: tuple[str, ...] = ()  # the texts that are allowed; empty: any text
+    least: float = -math.inf  # the smallest number
+    most: float = math.inf  # the largest number
+    above: float = -math.inf  # numbers must be above this one
 
     def fault(self, value: object) -> str | None:
         """Return what a value must be instead, in words for an error message; None: it is allowed.
@@ -28,7 +33,14 @@ class _ParameterType(NamedTuple):
         numbers = value if isinstance(value, tuple) else (value,)
         if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
             return f"finite, got {value}"
-        return None
+        number: Any = value if is_number(value) else None
+        if number is None:
+            return None
+        if number < self.least:
+            return f"at least {self.least}, got {number:g}"
+        if number > self.most:
+            return f"at most {self.most:,}, got {number:g}"
+        return None if number > self.above else f"above {self.above}, got {number:g}"
 
     def _is_number(self, value: object) -> bool:
         if self.number is bool:
@@ -42,6 +54,13 @@ class _ParameterType(NamedTuple):
             return "a list of True and False" if self.several else "True or False"
         whole = "whole " if self.number is int else ""
         return f"a list of {whole}numbers" if self.several else f"a {whole}number"
+
+
+_SIZES: dict[str, dict[str, Any]] = {
+    "factor": {"least": 1, "most": MOST_TOKENS},
+    "attention_factor": {"above": 0},
+}
+"""The sizes that parameters of these names may have, in every method."""
 
 
 def is_number(value: object) -> bool:
@@ -62,7 +81,8 @@ def parameter_types(method: Any) -> dict[str, _ParameterType]:
         members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
         others = [member for member in members if member is not NoneType]
         optional = len(others) < len(members) or item.default is None
-        types[item.name] = _parameter_type(others[0] if len(others) == 1 else None, optional)
+        kind = _parameter_type(others[0] if len(others) == 1 else None, optional)
+        types[item.name] = kind._replace(**_SIZES.get(item.name, {}))
     return types
 
 
