@@ -26,7 +26,7 @@ from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.spans.perplexity_runs import difference
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.patches.base_rope import patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.load import load
@@ -55,7 +55,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = path() if arguments.model == "reference" else Path(arguments.model)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(arguments.device)
-    rotary = patch_geometry(model)
+    rotary = ModelRope.of_model(model).rotary
     trained = rotary.context_length
     tokens = tokenize(load(arguments.data), load_tokenizer(str(folder)))
     bands: list[dict[str, float]] = [{}]

@@ -30,7 +30,7 @@ from rope_ext_hf.eval.spans.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.patches.base_rope import base_rope_of_model, patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.spans import EvalPlan, prepare, tokenize
 from rope_ext_hf.reading.text.load import load
@@ -68,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = path() if arguments.model == "reference" else arguments.model
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(arguments.device)
-    rotary = patch_geometry(model)
+    rotary = ModelRope.of_model(model).rotary
     trained = rotary.context_length
     longest = trained * arguments.longest
     tokens = tokenize(load(arguments.data), load_tokenizer(str(folder)))
@@ -89,7 +89,7 @@ def main() -> None:
     base: Result | None = None
     for name, factor, method in chosen:
         until = factor * trained if factor else longest
-        bound = None if method is None else base_rope_of_model(model).bind(method, longest)
+        bound = None if method is None else ModelRope.of_model(model).base().bind(method, longest)
         with patched(model, bound) if bound else nullcontext():
             measurement = PerplexityMeasurement(up_to(plan, until))
             results: Sequence[Result] = carry_out(model, RunPlan(measurement, arguments.data)).results

@@ -307,7 +307,7 @@ def check_unchanged(model: Any, method: str, stock: dict[int, Tensor], prompt: T
     with as_method(model, method):
         state = patch_state(model)
         assert state is not None
-        tokens = min(state.spec.method.unchanged_length(state.spec.rotary), prompt.shape[1])
+        tokens = min(state.patch.method.unchanged_length(state.patch.rotary), prompt.shape[1])
         if not tokens:
             return None
         patched = last_logits(model, Prompts(prompt[:, :tokens]))

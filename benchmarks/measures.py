@@ -30,7 +30,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import Passkey, compare_runs, measure, sweep
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.patches.base_rope import patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.reference import path
 from rope_ext_hf.tools.training import RandomPositionsCollator
 
@@ -88,7 +88,7 @@ def compared(folder: Path, data: str, arguments: Any) -> dict[str, Any]:
         found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         rope.patch(found, "rerope", target_length=lengths[-1], temperature="llama4").save_pretrained(evaluator)
         AutoTokenizer.from_pretrained(folder).save_pretrained(evaluator)
-    rotary, methods = patch_geometry(model), []
+    rotary, methods = ModelRope.of_model(model).rotary, []
     for name in METHODS:
         try:
             resolve_method(name, rotary, target_length=lengths[-1])

@@ -30,7 +30,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.eval import passkey, perplexity
 from rope_ext_hf.files.whole import write_text
 from rope_ext_hf.hub import load_model, load_tokenizer
-from rope_ext_hf.patches.base_rope import patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.reading.text.load import load
@@ -63,7 +63,7 @@ class RealModel:
     def __init__(self, name: str, data: str, device: str, dtype: str, entries: list[Row]) -> None:
         self.model = load_model(name, device=device, dtype=getattr(torch, dtype))
         self.tokenizer = load_tokenizer(name)
-        rotary = patch_geometry(self.model)
+        rotary = ModelRope.of_model(self.model).rotary
         self.context_length = rotary.context_length
         self.data = data
         about = {

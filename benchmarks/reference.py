@@ -21,7 +21,7 @@ from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.spans.perplexity_runs import difference
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.patches.base_rope import base_rope_of_model, patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.documents import Tokens
@@ -57,7 +57,7 @@ BIASES: list[tuple[str, dict[str, Any]]] = [
 def load_bundled(device: str) -> tuple[Any, Rotary, list[Tokens]]:
     """The bundled model in float32, what it says of its rotary embedding, and the held-out text."""
     model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval().to(device)
-    return model, patch_geometry(model), tokenize(load("stdlib"), AutoTokenizer.from_pretrained(path()))
+    return model, ModelRope.of_model(model).rotary, tokenize(load("stdlib"), AutoTokenizer.from_pretrained(path()))
 
 
 def increase_over(result: Result, base: Result) -> dict[str, float]:
@@ -91,7 +91,7 @@ def main() -> None:
     methods: list[RopeMethod | None] = [None]
     for name, parameters in BIASES if arguments.biases else METHODS:
         method = resolve_method(name, rotary, **parameters)
-        methods.append(base_rope_of_model(model).bind(method, lengths[-1]))
+        methods.append(ModelRope.of_model(model).base().bind(method, lengths[-1]))
     base: list[Result] = []
     rows: list[dict[str, Any]] = []
     for method in methods:

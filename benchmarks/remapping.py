@@ -23,7 +23,7 @@ from reference import increase_over, load_bundled
 from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss, PerplexityMeasurement
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.patches.base_rope import base_rope_of_model
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.spans import EvalPlan, prepare
 from rope_ext_hf.runs.measurement import RunPlan
@@ -81,7 +81,7 @@ def main() -> None:
         for temperature in arguments.temperatures.split(",") if arguments.temperatures else (None,):
             given = parameters if temperature is None else parameters | {"temperature": temperature}
             method = resolve_method(name, rotary, target_length=lengths[-1], **given)
-            method = base_rope_of_model(model).bind(method, lengths[-1])
+            method = ModelRope.of_model(model).base().bind(method, lengths[-1])
             with patched(model, method):
                 results = perplexity(model, tokens, lengths=lengths, out=arguments.folder, data="stdlib", **options)
             used = method.to_dict().get("temperature", temperature)

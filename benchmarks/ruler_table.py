@@ -25,7 +25,7 @@ from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.eval import measure
 from rope_ext_hf.hub import model_source
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.patches.base_rope import patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.runs.conclusions.labels import label
 from rope_ext_hf.runs.conclusions.statistics import estimate_share_change
 from rope_ext_hf.tools.suites import Tasks
@@ -41,7 +41,7 @@ Scores = dict[str, dict[int, dict[str, tuple[float, ...]]]]
 
 def measured(model: Any, lengths: list[int], arguments: Any) -> tuple[Scores, dict[str, str]]:
     """The scores, and the name of each method by its label."""
-    rotary = patch_geometry(model)
+    rotary = ModelRope.of_model(model).rotary
     methods = [resolve_method(name, rotary, target_length=lengths[-1]) for name in arguments.methods.split(",")]
     asked = arguments.tasks.split(",") if arguments.tasks else None
     scores: Scores = defaultdict(lambda: defaultdict(dict))
@@ -110,7 +110,7 @@ def main() -> None:
         "benchmark": "ruler table",
         "model": arguments.model,
         "parameters": model.num_parameters(),
-        "context_length": patch_geometry(model).context_length,
+        "context_length": ModelRope.of_model(model).rotary.context_length,
         "dtype": dtype,
         "haystack": arguments.haystack,
         "samples": arguments.samples,

@@ -36,7 +36,7 @@ import rope_ext_hf as rope
 from checks.losses import EQUAL, LONG, RESULT, WrongError, measured, require
 from rope_ext_hf.errors import LengthError, RopeExtError, one_line
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.patches.base_rope import patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.rows.row_probe import pairing_of
 from rope_ext_hf.tools.serving.config_model import ConfigModel
 from tests.support.every_model import Entry, build, data, entries, holds_rope, inputs
@@ -377,7 +377,7 @@ def each_method(model: Any, entry: Entry) -> dict[str, str]:
     first, chats, _ = _unpatched_chat(model, entry, image=False)
     length = LONG if _takes_long(model, entry) else SHORT
     with suppress(RopeExtError):  # as `patch` will say
-        rotary, opened = patch_geometry(model), _opened(model)
+        rotary, opened = ModelRope.of_model(model).rotary, _opened(model)
     said: dict[str, str] = {}
     for name, method_class in rope.list_methods().items():
         method = example_method(method_class, rotary or Rotary(dim=16, theta=1e4, trained_length=64))
@@ -413,7 +413,7 @@ def _opened(model: Any) -> ConfigModel:
 def _announced(opened: ConfigModel, method: RopeMethod) -> RopeExtError | None:
     """The error with which `patch` is to refuse a method, asked for without the weights; None: it is offered."""
     try:
-        opened.patch_spec(method)
+        opened.planned_patch(method)
     except RopeExtError as error:
         return error
     return opened.refusal(method)

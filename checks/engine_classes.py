@@ -224,7 +224,7 @@ def families_served(engine: Engine, folder: Path, skipped: Sequence[str]) -> Ite
         if family in skipped or (known is not None and not known.intersection(names)):
             continue
         try:
-            model = Model(family, small_config(family), composite=False, specs=[])
+            model = Model(family, small_config(family), composite=False, patches=[])
             target = make_target(model, "yarn", factor=4.0)
             config = engine.config_for(target)
         except RopeExtError:

@@ -31,7 +31,7 @@ from transformers.utils import logging
 import rope_ext_hf as rope
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.models.engine_keys import compare_engines
-from rope_ext_hf.patches.base_rope import patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.engines.agreement import TRIED_FAMILIES
@@ -61,7 +61,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 def patched(model: Any, variant: str, factor: float) -> Any:
     method, params = METHODS[variant]
     if "lists" in params:
-        rotary = patch_geometry(model)
+        rotary = ModelRope.of_model(model).rotary
         plain, scaled = (
             rope.frequencies(m, rotary, **p).inv_freq for m, p in (("default", {}), ("ntk", {"factor": 4}))
         )

@@ -26,8 +26,8 @@ from rope_ext_hf.files.whole import FileStamps, check_folder, disk_folder, file_
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.models.config import UNKNOWN_TYPE
 from rope_ext_hf.models.model_classes import empty_model
-from rope_ext_hf.patches.base_rope import check_pairing
 from rope_ext_hf.patches.loading import find_config, from_pretrained, restore_patch
+from rope_ext_hf.patches.model_rope import check_pairing
 from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG, Adapter, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.saved.fingerprint import Fingerprint, fingerprint_of
 from rope_ext_hf.patches.saved.gguf_models import (

@@ -126,8 +126,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         oracles.FAR_DISTANCES, "thirds", lambda saved, m, n: saved["window"] + (m - n - saved["window"]) / 3 + 1
     )
     register_protocol("last-token")(last_token)
-    known = families.tables() | tomllib.loads(FAMILY)
-    monkeypatch.setattr(families, "tables", lambda: known)
+    known = families.families_toml() | tomllib.loads(FAMILY)
+    monkeypatch.setattr(families, "families_toml", lambda: known)
     families.family.cache_clear()
     transformers.AutoConfig.register("made_up", MadeUpConfig)
     transformers.AutoModelForCausalLM.register(MadeUpConfig, MadeUpForCausalLM)

@@ -189,7 +189,7 @@ def _families() -> dict[str, Target]:
     found = {}
     for family in sorted(WITH_A_CLASS):
         with suppress(RopeExtError):  # those that take none are on the page, too
-            model = Model("MODEL", small_config(family), composite=False, specs=[])
+            model = Model("MODEL", small_config(family), composite=False, patches=[])
             found[family] = make_target(model, "yarn", factor=4.0)
     return found
 

@@ -28,12 +28,11 @@ from rope_ext_hf.models.family_settings import (
     check_stated,
     class_pairing,
     config_pairing,
-    stated_rotary,
 )
 from rope_ext_hf.models.model_classes import class_of_part, empty_model
 from rope_ext_hf.models.patch_records import PATCH_KEY
-from rope_ext_hf.patches.base_rope import checkpoint_geometry, rotary_of_usual_config
 from rope_ext_hf.patches.loading import load_config
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG, Adapter, find_adapter
 from rope_ext_hf.rotary.pairing import PAIRINGS
 
@@ -90,7 +89,7 @@ class Source:
     def _read_stated(self) -> set[str]:
         """Read from a config that states everything what rotates, and return the modules whose rows do."""
         check_sizes(self.config)
-        self.rotary = stated_rotary(self.config) or rotary_of_usual_config(self.config)
+        self.rotary = ModelRope.of_checkpoint(self.config).rotary
         self.tensors = RotaryTensors(self.config, self.rotary.dim)
         attention = str(family(self.config.model_type).attention)
         layers = range(len(self.tensors.layers))
@@ -103,7 +102,7 @@ class Source:
         text = self.config.get_text_config()
         part = text if type(text) in MODEL_MAPPING else self.config  # some text parts have no class
         self.model = empty_model(part, trust_remote_code=self._trust_remote_code)
-        self.rotary = checkpoint_geometry(self.model)
+        self.rotary = ModelRope.of_checkpoint(part, self.model).rotary
         self.tensors = RotaryTensors(self.config, self.rotary.dim, class_of_part(self.model, text))
         held = map(self.tensors.held, self.model.state_dict())
         return set[str]().union(*(modules for _, modules in filter(None, held)))

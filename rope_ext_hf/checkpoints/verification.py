@@ -25,7 +25,7 @@ from rope_ext_hf.errors import CheckpointError, one_line, size_text
 from rope_ext_hf.files.whole import read_json
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.model_classes import class_to_load, vocabulary_size
-from rope_ext_hf.patches.base_rope import checkpoint_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.rotary.pairing import other_pairing, rotate
 
 _MAX_ATTENTIONS = 3  # attention modules that are compared
@@ -111,7 +111,7 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
             model = loader.from_pretrained(folder, **settings).eval()
         except Exception as error:  # transformers raises anything on folders that it cannot load
             return f"logits not compared: transformers cannot load the folder: {one_line(error, 200)}"
-        rows = rotary_tensors(model, checkpoint_geometry(model))
+        rows = rotary_tensors(model, ModelRope.of_checkpoint(model.config, model).rotary)
         if rows.pairing is None:
             return "logits not compared: the pairing that its class runs is unknown"
         if rows.pairing != pairing:

@@ -47,11 +47,11 @@ def demo(
     from rope_ext_hf.eval.evaluations import measure
     from rope_ext_hf.files.whole import json_text
     from rope_ext_hf.hub import load_model
-    from rope_ext_hf.patches.base_rope import patch_geometry
+    from rope_ext_hf.patches.model_rope import ModelRope
     from rope_ext_hf.runs.comparison import Comparison
 
     model = load_model("reference", dtype="float32", device=device)
-    trained = patch_geometry(model).context_length
+    trained = ModelRope.of_model(model).rotary.context_length
     measure_all = partial(measure, model, methods=_METHODS, out=out, progress=shown_progress())
     longest = 4 * trained
     loss = measure_all(

@@ -12,15 +12,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, fields
-from functools import cache, lru_cache
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import MethodError, did_you_mean
+from rope_ext_hf.methods.parameters import field_annotations, is_number, parameter_types
 
 UNBOUNDED = 2**62  # a length in tokens that no input reaches
 SHORT_AND_LONG = (1, UNBOUNDED)  # lengths in tokens that get the first and the second list of a scaling with two lists
@@ -219,69 +218,6 @@ def may_keep_tensors() -> bool:
     return type(torch.empty(0, device="cpu")) is Tensor
 
 
-def is_number(value: object) -> bool:
-    """Return whether a value is an int or a float; a bool does not count as a number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-class _ParameterType(NamedTuple):
-    """The values that a parameter of a method may have, read from the type annotation of its field."""
-
-    number: type | None = None  # float, int or bool; None: another type, which the method itself checks
-    several: bool = False  # whether it is a tuple of them
-    optional: bool = False  # whether it may be None
-    choices: tuple[str, ...] = ()  # the texts that are allowed; empty: any text
-
-    @property
-    def text(self) -> str:
-        """The type in words, for an error message."""
-        if self.number is bool:
-            return "a list of True and False" if self.several else "True or False"
-        whole = "whole " if self.number is int else ""
-        return f"a list of {whole}numbers" if self.several else f"a {whole}number"
-
-    def allows(self, value: object) -> bool:
-        """Return whether a value is of this type; None is checked by the caller."""
-        if not self.several:
-            return self._allows_number(value)
-        return isinstance(value, tuple) and all(self._allows_number(number) for number in value)
-
-    def _allows_number(self, value: object) -> bool:
-        if self.number is bool:
-            return isinstance(value, bool)
-        return is_number(value) and (self.number is float or isinstance(value, int))
-
-
-def _parameter_type(annotation: object) -> _ParameterType:
-    """Return the allowed values of a parameter, read from its type annotation.
-
-    It understands float, int, bool, tuple[float, ...] and Literal["a", "b"], each also with `| None`.
-    """
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    others = [member for member in members if member is not NoneType]
-    optional = len(others) < len(members)
-    if len(others) != 1:
-        return _ParameterType(optional=optional)
-    (kind,) = others
-    if get_origin(kind) is Literal:
-        return _ParameterType(optional=optional, choices=get_args(kind))
-    several = get_origin(kind) is tuple
-    number = get_args(kind)[0] if several else kind
-    return _ParameterType(number if number in (float, int, bool) else None, several, optional)
-
-
-@cache
-def _annotations(method: type[RopeMethod]) -> dict[str, Any]:
-    """Return the type annotation of each field of a method class.
-
-    The result is empty if an annotation names a type that is imported for type checkers alone.
-    """
-    try:
-        return get_type_hints(method)
-    except NameError:
-        return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class RopeMethod(ABC):
     """Base class of all methods: a subclass has its parameters as fields, and its formula as `compute`.
@@ -307,27 +243,18 @@ class RopeMethod(ABC):
 
     def __post_init__(self) -> None:
         """Raise MethodError if a parameter is of the wrong type, or beyond the limits that hold for every method."""
-        annotations = _annotations(type(self))
-        for item in fields(self):
-            value = getattr(self, item.name)
+        for name, kind in parameter_types(type(self)).items():
+            value = getattr(self, name)
             if isinstance(value, list):  # so that a method read from JSON is hashable and equals one written in Python
                 value = tuple(value)
-                object.__setattr__(self, item.name, value)
-            kind = _parameter_type(annotations.get(item.name))
-            if value is None and (kind.optional or item.default is None):
+                object.__setattr__(self, name, value)
+            if value is None and kind.optional:
                 continue
-            if kind.number is not None and not kind.allows(value):
-                raise MethodError(f"{self.name}: {item.name} must be {kind.text}, got {value!r}")
-            numbers = value if isinstance(value, tuple) else (value,)
-            if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
-                raise MethodError(f"{self.name}: {item.name} must be finite, got {value}")
+            fault = kind.fault(value)
+            if fault is not None:
+                raise MethodError(f"{self.name}: {name} must be {fault}")
             if kind.choices:
-                self.check_choice(item.name, kind.choices)
-        self.check_least(1, "factor")
-        factor = getattr(self, "factor", None)
-        if factor is not None and factor > MOST_TOKENS:
-            raise MethodError(f"{self.name}: factor must be at most {MOST_TOKENS:,}, got {factor:g}")
-        self.check_above_zero("attention_factor")
+                self.check_choice(name, kind.choices)
 
     def check_least(self, least: int, *parameters: str) -> None:
         """Raise MethodError if one of these parameters is below `least`.
@@ -366,7 +293,7 @@ class RopeMethod(ABC):
         Remapping methods have one: `frequency`.
         """
         for item in fields(cls):
-            if RopeMethod in get_args(_annotations(cls).get(item.name)):
+            if RopeMethod in get_args(field_annotations(cls).get(item.name)):
                 return item.name
         return None
 

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 from rope_ext_hf.bounds import MOST_TOKENS, Length, check_int, limit, parse_length
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean
-from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedScaling, is_number
+from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedScaling
+from rope_ext_hf.methods.parameters import is_number
 from rope_ext_hf.options.method_choice import folded, unknown_method
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 
-__all__ = ["frequencies", "list_methods", "register_method", "registered_name", "resolve_method"]
+__all__ = ["frequencies", "list_methods", "register_method", "registered_name", "resolve_method", "stated_length"]
 
 _METHODS: dict[str, type[RopeMethod]] = {}
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -230,6 +231,8 @@ _MEANT = {"scale": "factor", "scaling_factor": "factor", "max_length": "target_l
 
 def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:
     """Return the method class for a name or alias, and the parameters that the alias implies."""
+    if method in _METHODS:
+        return _METHODS[method], {}
     registered = registered_name(method)
     name, implied = _ALIASES.get(registered, (registered, {}))
     if name not in _METHODS:
@@ -254,6 +257,16 @@ def _factor_for(rotary: Rotary | None, target_length: int) -> float:
             f"target_length={target_length} is below the context length {context_length}: nothing to extend"
         )
     return target_length / context_length
+
+
+def stated_length(method: RopeMethod, rotary: Rotary, factor: float | None) -> int | None:
+    """Return the extended length in tokens that `factor` implies for a method without a factor of its own.
+
+    None if no factor was given, or if the method, or the frequency method inside it, has a parameter for the factor.
+    """
+    if factor is None or any(getattr(method, name, None) is not None for name in ("factor", "frequency")):
+        return None
+    return round(factor * rotary.context_length)
 
 
 def method_from_dict(saved: Mapping[str, Any]) -> RopeMethod:

@@ -149,12 +149,19 @@ class NTK(RopeMethod):
 def _index_of_cycles(rotary: Rotary, cycles: float) -> float:
     """Return the index i, a fraction in general, of the pair that completes `cycles` cycles over the context length.
 
-    For a plain model it solves C b^(-2i/d) / 2 pi = cycles (YaRN authors' code, find_correction_dim). Over a scaling it
-    is where ln(C w_i / 2 pi), taken as piecewise linear in i, first falls to ln(cycles). Before the first and after the
-    last pair it falls as in a plain model, by 2 ln(b) / d from one pair to the next.
+    It solves C b^(-2i/d) / 2 pi = cycles (find_correction_dim in the code of the YaRN authors).
     """
-    if rotary.own is None:
-        return rotary.dim * math.log(rotary.trained_length / (TWO_PI * cycles)) / (2 * math.log(rotary.theta))
+    if rotary.own is not None:
+        return _index_over_scaling(rotary, cycles)
+    return rotary.dim * math.log(rotary.trained_length / (TWO_PI * cycles)) / (2 * math.log(rotary.theta))
+
+
+def _index_over_scaling(rotary: Rotary, cycles: float) -> float:
+    """Return the index as `_index_of_cycles` does, in a model with a scaling of its own.
+
+    It is where ln(C w_i / 2 pi), taken as piecewise linear in i, first falls to ln(cycles). Before the first and after
+    the last pair it falls as in a plain model, by 2 ln(b) / d from one pair to the next.
+    """
     slope = 2 * math.log(rotary.theta) / rotary.dim
     excess = []  # ln(C w_i / 2 pi) - ln(cycles) of each pair
     for w in rotary.own_frequencies[: rotary.rotated_pairs]:
@@ -192,54 +199,41 @@ def _check_descending(method: RopeMethod, high: str, low: str) -> None:
         )
 
 
-def _interpolate(inv_freq: Tensor, factor: float | Tensor, ramp: Tensor) -> Tensor:
-    """Return the inverse frequencies w_i (1 - ramp_i) + w_i / s ramp_i, with s = `factor` (YaRN paper, Def. 2)."""
-    return inv_freq * (1 - ramp) + inv_freq / factor * ramp
-
-
 _MANY_CYCLES = 8
 """Cycles over the context length of a pair that is usually kept: with enough pairs, YaRN's ramp from 32 to 1 cycles
 interpolates less than half of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BandedMethod(RopeMethod):
-    """Base of the methods that distinguish fast and slow pairs by their cycles over the context length, C w_i / 2 pi.
+class RampedMethod(RopeMethod):
+    """Base of by-parts, yarn and dynamic-yarn, which slow down pairs of few cycles over the context length.
 
-    A pair that completes `beta_fast` cycles or more keeps its frequency; a pair that completes `beta_slow` cycles or
-    fewer is interpolated; a subclass says what happens to pairs between them.
+    Pair i completes C w_i / 2 pi cycles. A pair of `beta_fast` cycles or more keeps its frequency, a pair of
+    `beta_slow` cycles or fewer gets w_i / s, and a pair between them w_i (1 - r_i) + w_i / s r_i. `ramp` says what r_i
+    is linear in: the index of the pair ("dimension", the YaRN authors' code and transformers; `truncate` rounds the
+    ends of the ramp to whole indices), or its number of cycles ("cycles", the text of the paper). Equal betas make a
+    step (Kimi K2).
     """
 
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    ramp: Literal["dimension", "cycles"] = "dimension"
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_descending(self, "beta_fast", "beta_slow")
 
-
-@dataclass(frozen=True, kw_only=True)
-class RampedMethod(BandedMethod):
-    """Base of by-parts, yarn and dynamic-yarn: pairs between the fast and the slow ones are interpolated by a share.
-
-    Pair i gets w_i (1 - r_i) + w_i / s r_i, with r_i = 0 for fast pairs and 1 for slow ones. `ramp` says what r_i is
-    linear in between: the index of the pair ("dimension", the YaRN authors' code and transformers; `truncate` rounds
-    the ends of the ramp to whole indices), or its number of cycles ("cycles", the text of the paper). Equal betas make
-    a step (Kimi K2).
-    """
-
-    ramp: Literal["dimension", "cycles"] = "dimension"
-    truncate: bool = True
-
     def interpolate(self, rotary: Rotary, factor: float | Tensor, device: torch.device) -> Tensor:
-        """Return the interpolated inverse frequencies, (..., dim // 2).
+        """Return the inverse frequencies w_i (1 - r_i) + w_i / s r_i, (..., dim // 2) (YaRN paper, Def. 2).
 
         `factor`: the divisor s of slow pairs, one number or a tensor (..., 1).
         """
         inv_freq = rotary.inv_freq(device)
-        return _interpolate(inv_freq, factor, self._ramp(rotary, inv_freq))
+        share = self._share(rotary, inv_freq)
+        return inv_freq * (1 - share) + inv_freq / factor * share
 
-    def _ramp(self, rotary: Rotary, inv_freq: Tensor) -> Tensor:
+    def _share(self, rotary: Rotary, inv_freq: Tensor) -> Tensor:
         """Return how much each pair is interpolated, from 0 (not at all) to 1 (fully): r_i, a tensor (dim // 2,)."""
         if self.ramp == "cycles":
             return _ramp_by_cycles(rotary, self.beta_fast, self.beta_slow, inv_freq)
@@ -255,7 +249,7 @@ class RampedMethod(BandedMethod):
     def cautions(self, rotary: Rotary) -> tuple[str, ...]:
         inv_freq = rotary.inv_freq()
         cycles = rotary.context_length * inv_freq / TWO_PI
-        slowed = (self._ramp(rotary, inv_freq) >= 0.5) & (cycles >= _MANY_CYCLES)
+        slowed = (self._share(rotary, inv_freq) >= 0.5) & (cycles >= _MANY_CYCLES)
         if not slowed.any():
             return ()
         return (
@@ -360,7 +354,7 @@ class Llama3(RopeMethod):
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         inv_freq = rotary.inv_freq(length.device)
         ramp = _ramp_by_cycles(rotary, self.high_freq_factor, self.low_freq_factor, inv_freq)
-        return _interpolate(inv_freq, self.factor, ramp), 1.0
+        return inv_freq * (1 - ramp) + inv_freq / self.factor * ramp, 1.0
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         return _counted_parameters("llama3", rotary, self)
@@ -368,7 +362,7 @@ class Llama3(RopeMethod):
 
 @register_method("mrrope")
 @dataclass(frozen=True, kw_only=True)
-class MrRoPE(BandedMethod):
+class MrRoPE(RopeMethod):
     """MrRoPE (arXiv 2601.22181, ICLR 2026, eq. 13-16): divisors that grow by a factor from each pair to the next.
 
     Let lo be the last pair of more than `beta_fast` cycles over the context length, hi the first pair of fewer than
@@ -380,9 +374,15 @@ class MrRoPE(BandedMethod):
     cos and sin are multiplied by `attention_factor`; default: YaRN's 0.1 ln s + 1.
     """
 
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
     factor: float
     radix: Literal["progressive", "uniform"] = "progressive"
     attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_descending(self, "beta_fast", "beta_slow")
 
     def check(self, rotary: Rotary) -> None:
         self._band(rotary)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
+from rope_ext_hf.methods.static import Default
+from rope_ext_hf.models.config_keys import rotated_dims, text_settings
 from rope_ext_hf.models.families import family, linear_is_extended, original_length_of_linear, runs_short_list
 from rope_ext_hf.models.family_settings import config_number
 
@@ -56,6 +59,14 @@ class ConfigRope:
     def follows_length(self) -> bool:
         """True if the model, as loaded, has other frequencies for longer inputs."""
         return self.method.depends_on_length(self.plain)
+
+    def describes(self, inv_freq: Tensor) -> bool:
+        """Return whether frequencies of a rotary module, (dim // 2,), are those stated here, up to rounding."""
+        stated = self.method.frequencies(self.plain, self.plain.trained_length).inv_freq
+        # A cast to bfloat16 or float16, which may have been undone since, leaves relative differences below 1e-2;
+        # another base or another number of dims leaves far larger ones. Near zero float16 keeps multiples of 6e-8 only.
+        same_shape = inv_freq.shape == stated.shape
+        return same_shape and torch.allclose(inv_freq.double().cpu(), stated, rtol=1e-2, atol=6e-8)
 
     def is_kept(self, method: RopeMethod, rotary: Rotary) -> bool:
         """Return whether a method over a rotary embedding gives the shortest inputs the frequencies stated here."""
@@ -98,69 +109,106 @@ def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRop
         MethodError: a setting is impossible.
     """
     settings = rope_dict(config, layer_type)
-    theta = float(settings["rope_theta"])
-    stated = _stated_length(config)
-    dual_chunk = _dual_chunk_length(config)
-    by_dual_chunks = False
-    if dual_chunk is not None and dual_chunk < stated:
-        by_dual_chunks = True
-        stated = dual_chunk
+    rotary = Rotary(dim, float(settings["rope_theta"]), _stated_length(config))
     rope_type = settings.get("rope_type", "default")
-    rotated_pairs = None
-    if rope_type == "proportional":
-        rotated_pairs = int(settings.get("partial_rotary_factor", 1.0) * dim // 2)
+    if rope_type == "proportional":  # Gemma 4: the slowest pairs do not rotate
+        rotary = replace(rotary, rotated_pairs=int(settings.get("partial_rotary_factor", 1.0) * dim // 2))
         rope_type = "linear" if settings.get("factor", 1.0) != 1.0 else "default"
+    if rope_type == "default":
+        read = ConfigRope(rotary, Default(), rotary.trained_length, "max_position_embeddings")
+    else:
+        read = _read_scaling(config, rotary, rope_type, settings, layer_type)
+    return replace(read, rule=_rule_of_length(config, read.rule))
+
+
+def _read_scaling(
+    config: Any, rotary: Rotary, rope_type: str, settings: dict[str, Any], layer_type: str | None
+) -> ConfigRope:
+    """Return a rotary embedding with the scaling that a config describes, whatever its type of rope settings.
+
+    Args:
+        config: the text config.
+        rotary: the rotary embedding, for the length that the config states as if there were no scaling.
+        rope_type: the type of the scaling.
+        settings: the rope settings of the layer type.
+        layer_type: as `read_rope` takes it.
+    """
+    stated = rotary.trained_length
     _check_rope_type(config, rope_type)
     if rope_type == "dynamic" and family(config.model_type).alpha_is_ntk and settings.get("alpha"):
         ntk = resolve_method("ntk", None, factor=float(settings["alpha"]))
         rule = "max_position_embeddings: the dynamic scaling of this family with alpha is a static ntk"
-        return ConfigRope(Rotary(dim, theta, stated, rotated_pairs), ntk, stated, rule)
+        return ConfigRope(rotary, ntk, stated, rule)
 
     original = _original_length(config, rope_type, settings, stated)
-    notes = []
+    note = ""
     if rope_type in ("longrope", "su"):
         settings, note = runs_short_list(config.model_type, settings)
-        notes.append(note)
+    elif rope_type == "yarn":
+        note = _attn_factor_note(settings)
     parameters = _method_parameters(config, rope_type, settings, layer_type)
     if rope_type in ("yarn", "longrope", "su"):
         parameters.setdefault("factor", max(1.0, stated / original))
     factor = parameters.get("factor", 1.0)
-    if rope_type == "linear" and linear_is_extended(config.model_type, theta, stated):  # configs use two conventions
+    # Configs use two conventions beside a linear scaling.
+    if rope_type == "linear" and linear_is_extended(config.model_type, rotary.theta, stated):
         original = original_length_of_linear(config.model_type, stated, factor)
         context_length, rule = stated, "linear: max_position_embeddings is the extended length in this family"
     else:
         context_length, rule = _context_length(rope_type, stated, original, factor)
-    if by_dual_chunks:
-        rule = f"dual_chunk_attention_config: the original length of attention which transformers does not run; {rule}"
-    if getattr(config, GUESSED_LENGTH_KEY, None) == stated:
-        rule += ", which is a guess: the weights come from Meta's format, which states no length"
-    if rope_type == "yarn":
-        notes.append(_attn_factor_note(settings))
-    plain = Rotary(dim, theta, original, rotated_pairs)
+    plain = replace(rotary, trained_length=original)
     method = resolve_method(_METHOD_OF_TYPE.get(rope_type, rope_type), plain, **parameters)
-    return ConfigRope(plain, method, context_length, rule, " ".join(note for note in notes if note))
+    return ConfigRope(plain, method, context_length, rule, note)
+
+
+def _rule_of_length(config: Any, rule: str) -> str:
+    """Return the rule that gives the context length, with what is unusual about the length that the config states."""
+    if _dual_chunk_length(config) is not None:
+        rule = f"dual_chunk_attention_config: the original length of attention which transformers does not run; {rule}"
+    if getattr(config, GUESSED_LENGTH_KEY, None) == _stated_length(config):
+        rule += ", which is a guess: the weights come from Meta's format, which states no length"
+    return rule
+
+
+def rope_by_sizes(config: Any, layer_type: str | None, values: Mapping[str, Any] | None = None) -> ConfigRope:
+    """Return the rotary embedding that a config describes for a layer type, as `read_rope` does, without a model.
+
+    A model has as many rotated dims as its frequencies need. Here the number follows from sizes in the config.
+
+    Args:
+        config: a text config without patches.
+        layer_type: as `read_rope` takes it.
+        values: the values of the config under their usual keys; None: those are looked up in the class of the config,
+            which is imported for it.
+    """
+    values = text_settings(config.to_dict()) if values is None else values
+    settings = rope_dict(config, layer_type)
+    proportional = settings.get("rope_type") == "proportional"
+    partial = values.get("partial_rotary_factor") or settings.get("partial_rotary_factor")
+    share = {} if proportional or partial is None else {"partial_rotary_factor": partial}
+    return read_rope(config, rotated_dims(values, share, layer_type), layer_type)
 
 
 def _stated_length(config: Any) -> int:
-    """Return max_position_embeddings of a config."""
+    """Return the length in tokens that a config states, as max_position_embeddings in most models."""
     stated = getattr(config, "max_position_embeddings", None)
     if stated is None:
         raise UnsupportedModelError(
             f"the config of this {config.model_type!r} model has no max_position_embeddings, so the length it was "
             "trained with is not known; set it in the config"
         )
-    return int(stated)
+    return _dual_chunk_length(config) or int(stated)
 
 
 def _dual_chunk_length(config: Any) -> int | None:
     """Return the trained length in tokens of a model whose config states dual chunk attention (Qwen2.5-1M).
 
     transformers does not run that attention, so that the longer length of the config is not that of the model. None:
-    the config does not state it.
+    the config states no such attention, or no shorter length.
     """
     stated = getattr(config, "dual_chunk_attention_config", None)
     length = stated.get("original_max_position_embeddings") if isinstance(stated, Mapping) else None
-    return length if type(length) is int and length > 0 else None
+    return length if type(length) is int and 0 < length < int(config.max_position_embeddings) else None
 
 
 def _check_rope_type(config: Any, rope_type: Any) -> None:

@@ -107,20 +107,20 @@ def look_up(config: Any, key: str) -> Any:
 
 
 @cache
-def tables() -> dict[str, Any]:
+def families_toml() -> dict[str, Any]:
     """Return families.toml as it stands: one table per `model_type`, none of them read yet."""
     return package_table("rope_ext_hf.models", "families.toml")
 
 
 def families() -> dict[str, Family]:
     """Return every family of families.toml by its `model_type`."""
-    return {name: family(name) for name in tables()}
+    return {name: family(name) for name in families_toml()}
 
 
 @cache
 def family(model_type: str) -> Family:
     """Return the entry of the family table for a `model_type`; without one, an entry with the defaults."""
-    return _read_table(tables(), model_type) if model_type in tables() else Family()
+    return _read_table(families_toml(), model_type) if model_type in families_toml() else Family()
 
 
 def parse_families(text: str) -> dict[str, Family]:

@@ -18,7 +18,7 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.models.config import ConfigRope
 from rope_ext_hf.models.families import family, rope_keys
 from rope_ext_hf.models.family_settings import values_of
-from rope_ext_hf.models.patch_records import recorded_specs
+from rope_ext_hf.models.patch_records import recorded_patches
 
 __all__ = ["SLIDING", "AttentionLayers", "LayerType"]
 
@@ -61,9 +61,9 @@ class AttentionLayers:
     def _stated_length(self) -> int:
         """Return the length in tokens that the config stated before it was patched; 0 where it states none."""
         with suppress(MethodError):  # a damaged record is refused by the function that reads the patch
-            specs = recorded_specs(self.config)
-            if specs:
-                return specs[0].rotary.context_length
+            patches = recorded_patches(self.config)
+            if patches:
+                return patches[0].rotary.context_length
         stated = getattr(self.config, "max_position_embeddings", None)
         return stated if isinstance(stated, int) else 0
 

@@ -18,7 +18,7 @@ from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.engine_keys import former_keys
 
-__all__ = ["PATCH_KEY", "SAVED_KEYS", "Patch", "before_patches", "checked_specs", "recorded_specs", "saved_specs"]
+__all__ = ["PATCH_KEY", "SAVED_KEYS", "Patch", "before_patches", "checked_patches", "recorded_patches", "saved_patches"]
 
 PATCH_KEY = "rope_ext_hf"
 """The config key of the record."""
@@ -98,12 +98,12 @@ def _wrong_value(key: str, kind: str, value: Any) -> MethodError:
     return MethodError(f"not a saved patch: {key} must be {kind}, and is {short(repr(value))}")
 
 
-def saved_specs(record: Mapping[str, Any]) -> list[Patch]:
+def saved_patches(record: Mapping[str, Any]) -> list[Patch]:
     """Return the patches of a record, bottom first; MethodError where it is damaged."""
     return [Patch.from_dict(saved) for saved in (*record.get("below", ()), record)]
 
 
-def checked_specs(record: Any, owner: str) -> list[Patch]:
+def checked_patches(record: Any, owner: str) -> list[Patch]:
     """Return the patches of a record that any program may have written or changed, bottom first.
 
     Args:
@@ -114,7 +114,7 @@ def checked_specs(record: Any, owner: str) -> list[Patch]:
         CheckpointError: the record is damaged, or names a method that is not registered here.
     """
     try:
-        return saved_specs(record)
+        return saved_patches(record)
     except UnknownMethodError as error:
         raise CheckpointError(
             f"{owner} records a patch whose method cannot be used here: {error}. If a module of yours registers the "
@@ -125,24 +125,24 @@ def checked_specs(record: Any, owner: str) -> list[Patch]:
         raise CheckpointError(f"the {PATCH_KEY!r} record of {owner} is damaged ({reason}); delete that key") from error
 
 
-def recorded_specs(config: Any) -> list[Patch]:
+def recorded_patches(config: Any) -> list[Patch]:
     """Return the patches that a config object records, bottom first; none where it has no record."""
     record = vars(config).get(PATCH_KEY)
-    return [] if record is None else saved_specs(record)
+    return [] if record is None else saved_patches(record)
 
 
-def replaced_note(recorded: Sequence[Patch], spec: Patch, over: str = "over='patched'") -> str | None:
+def replaced_note(recorded: Sequence[Patch], patch: Patch, over: str = "over='patched'") -> str | None:
     """Return a sentence on the patch that a folder records and that a new one replaces; None where there is none.
 
     Args:
         recorded: the patches that the folder records, bottom first.
-        spec: the new patch.
+        patch: the new patch.
         over: how a user says that the recorded patch stays underneath.
     """
-    if not recorded or (recorded[-1].method, recorded[-1].rotary) == (spec.method, spec.rotary):
+    if not recorded or (recorded[-1].method, recorded[-1].rotary) == (patch.method, patch.rotary):
         return None
     top = recorded[-1]
-    before, after = top.length, spec.length
+    before, after = top.length, patch.length
     name = f"{top.method.name} for {before:,} tokens" if before else top.method.name
     lengths = f": {before:,} tokens become {after:,}" if before and after and before != after else ""
     # A remapping method changes positions, over which no other method can be put.
@@ -162,7 +162,7 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     record = config.get(PATCH_KEY)
     if record is None:
         return None
-    checked_specs(record, "this config")
+    checked_patches(record, "this config")
     try:
         written, before = record["rope_parameters"], record["before"]
         restored = {key: copy.deepcopy(before[key]) for key in SAVED_KEYS if key in before}

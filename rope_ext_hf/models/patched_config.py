@@ -52,25 +52,25 @@ class ConfigEncoding:
         return str(self.parameters["rope_type"])
 
 
-def config_encoding(config: Any, spec: Patch, layer_type: str | None, *, writable: bool = True) -> ConfigEncoding:
+def config_encoding(config: Any, patch: Patch, layer_type: str | None, *, writable: bool = True) -> ConfigEncoding:
     """Return how a config states a patch; nothing is changed.
 
     Args:
         config: the text config before the patch.
-        spec: the patch.
+        patch: the patch.
         layer_type: one of the layer types that the method applies to; None: the config has one set for all layers.
         writable: whether the config can state settings for the layers that the method applies to, and for no others.
 
     Raises:
         MethodError: `native` was given for a method without a native form.
     """
-    method, rotary, known = spec.method, spec.rotary, family(config.model_type)
+    method, rotary, known = patch.method, patch.rotary, family(config.model_type)
     settings = rope_dict(config, layer_type)
-    extended = spec.target_length or method.extended_length(rotary)
+    extended = patch.target_length or method.extended_length(rotary)
     length = extended or int(config.max_position_embeddings)
     parameters = method.rope_parameters(rotary) if writable else None
     exact = True
-    if parameters is None and spec.native:
+    if parameters is None and patch.native:
         parameters = method.approximate_rope_parameters(rotary)
         exact = False
         if parameters is None:
@@ -97,16 +97,16 @@ def config_encoding(config: Any, spec: Patch, layer_type: str | None, *, writabl
     saved_length = length
     if parameters["rope_type"] == "dynamic":
         saved_length = rotary.context_length
-    elif parameters["rope_type"] == "linear" and not _states_extended_length(config, spec):
+    elif parameters["rope_type"] == "linear" and not _states_extended_length(config, patch):
         saved_length = round(length / parameters["factor"])
     return ConfigEncoding(parameters, extended, saved_length, exact=exact)
 
 
-def _states_extended_length(config: Any, spec: Patch) -> bool:
+def _states_extended_length(config: Any, patch: Patch) -> bool:
     """Return whether max_position_embeddings beside a linear scaling is the extended length in this model's config."""
-    own = spec.rotary.own
+    own = patch.rotary.own
     if own is not None and own.method.name == "linear":  # the config of this very model shows it
-        return linear_is_extended(config.model_type, spec.rotary.theta, own.context_length)
+        return linear_is_extended(config.model_type, patch.rotary.theta, own.context_length)
     return family(config.model_type).linear_extended
 
 
@@ -155,27 +155,27 @@ def softmax_scale(known: Family, settings: Mapping[str, Any]) -> float:
 
 
 def write_rope(
-    config: Any, encoding: ConfigEncoding, spec: Patch, below: Sequence[Patch], layer_types: list[str | None]
+    config: Any, encoding: ConfigEncoding, patch: Patch, below: Sequence[Patch], layer_types: list[str | None]
 ) -> None:
     """Write a patch and its record into a copy of a config.
 
     Args:
         config: the copy, which is changed.
         encoding: how the config states the patch.
-        spec: the patch.
+        patch: the patch.
         below: the patches underneath it, bottom first.
         layer_types: the layer types that the method applies to; [None]: all layers.
     """
     before = {key: copy.deepcopy(value) for key, value in config.to_dict().items() if key in SAVED_KEYS}
     before["max_position_embeddings"] = config.max_position_embeddings  # `to_dict` has max_seq_len for it (DBRX)
-    record = spec.to_dict() | {
+    record = patch.to_dict() | {
         "layer_types": layer_types,
         "rope_parameters": copy.deepcopy(write_settings(config, encoding, layer_types)),
         "max_position_embeddings": encoding.saved_length,
         "before": before,
     }
     if below:
-        record["below"] = [patch.to_dict() for patch in below]
+        record["below"] = [each.to_dict() for each in below]
     setattr(config, PATCH_KEY, record)
 
 

@@ -6,7 +6,7 @@ Modules that other packages call:
     applying: change a model as planned, after a trial with a cache where it needs one, and take patches off again.
     loading, loading_classes: load models and adapters with the patch that was saved with them.
     describing: which method a model runs, what lies underneath, and how it would be saved.
-    base_rope: the rotary embedding that a patch starts from.
+    model_rope: read once what a model, its config or a checkpoint says of its rope (`ModelRope`).
     held_lengths: the lengths at which `fixed_length` holds a model, whatever patch it has.
     whole_models: extend the patch of a part to the model around it, before that is saved.
     small_replica: try a patch on a small random model, where the weights are not at hand.

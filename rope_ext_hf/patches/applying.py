@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.decoder_arguments import check_names
 from rope_ext_hf.models.patch_records import Patch
@@ -28,15 +29,16 @@ from rope_ext_hf.patches.planning import PatchPlan, plan_replay
 from rope_ext_hf.patches.saved.adapters import stop_recording
 from rope_ext_hf.patches.saved.generation_length import extend_generation
 from rope_ext_hf.patches.saved.saving import attach_saving
-from rope_ext_hf.patches.slots.patch_state import swap_configs
+from rope_ext_hf.patches.slots.patch_state import PatchState, swap_configs
 from rope_ext_hf.patches.slots.patched_slot import (
     PatchedRotaryEmbedding,
+    Slot,
     active_patches,
     check_filled,
     patch_state,
     patched_slots,
 )
-from rope_ext_hf.patches.slots.roformer import make_replacement
+from rope_ext_hf.patches.slots.roformer import PatchedTable
 from rope_ext_hf.patches.trials.continuation_probe import (
     TOKENS,
     NotTriedError,
@@ -53,18 +55,18 @@ from rope_ext_hf.patches.whole_models import cover_models_above
 M = TypeVar("M", bound=nn.Module)
 
 
-def reapply(model: M, specs: Sequence[Patch], earlier: Sequence[PatchedRotaryEmbedding] = ()) -> M:
+def reapply(model: M, patches: Sequence[Patch], earlier: Sequence[PatchedRotaryEmbedding] = ()) -> M:
     """Patch a model, in place, as it was patched before or as the folder it comes from records, and return it.
 
     Args:
-        model, specs: as `plan_replay` takes them.
+        model, patches: as `plan_replay` takes them.
         earlier: the modules that stood in the slots under this patch. The new modules take over their memory and their
             trained values.
 
     Raises:
         CheckpointError, MethodError, UnsupportedModelError: as `plan_replay` raises them.
     """
-    apply_plan(plan_replay(model, specs))
+    apply_plan(plan_replay(model, patches))
     earlier_by_place = {slot.replaced: slot for slot in earlier}
     for slot in patched_slots(model):
         if slot.replaced in earlier_by_place:
@@ -86,13 +88,13 @@ def apply_plan(plan: PatchPlan) -> None:
 
     When an exception is raised, the model is as it was before the call.
     """
-    model, state, method = plan.model, plan.state, plan.state.spec.method
-    forward = _forward_for(state.spec)
+    model, state, method = plan.model, plan.state, plan.state.patch.method
+    forward = _forward_for(state.patch)
     if forward is not None:
         for slot in plan.slots:
             check_names(decoder_of(model, slot.parent))
     modules = [
-        make_replacement(slot, method, state.spec.rotary, state) for slot in plan.slots
+        _make_replacement(slot, method, state.patch.rotary, state) for slot in plan.slots
     ]  # may still raise MethodError
     before, slots = active_patches(model), patched_slots(model)
     try:
@@ -113,22 +115,28 @@ def apply_plan(plan: PatchPlan) -> None:
     modules[0].hooks.append(modules[0].register_state_dict_pre_hook(cover_models_above))  # type: ignore[no-untyped-call]
 
 
+def _make_replacement(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedRotaryEmbedding:
+    """Return the module that a patch will put in a slot, the place of a rotary module; do not change the model yet."""
+    kind = PatchedTable if slot.is_table else PatchedRotaryEmbedding  # RoFormer has a table in its weights there
+    return kind(slot, method, rotary, state)
+
+
 def _before_use(slot: PatchedRotaryEmbedding) -> None:
     """Check the trainers of a patched model, and extend the patch of a part to the whole model."""
     check_trainers_above(slot)
     cover_models_above(slot)
 
 
-def changes_forward(spec: Patch) -> bool:
+def changes_forward(patch: Patch) -> bool:
     """Return whether a patch changes the decoder's forward; only then does `patch` try it by running tokens."""
-    return _forward_for(spec) is not None
+    return _forward_for(patch) is not None
 
 
-def _forward_for(spec: Patch) -> type[DecoderForward] | None:
+def _forward_for(patch: Patch) -> type[DecoderForward] | None:
     """Return the class of the forward that a patch puts on each decoder; None for a static method."""
-    if isinstance(spec.method, RemappingMethod):
+    if isinstance(patch.method, RemappingMethod):
         return RemappingForward
-    return LengthForward if spec.method.depends_on_length(spec.rotary) else None
+    return LengthForward if patch.method.depends_on_length(patch.rotary) else None
 
 
 def _try_with_a_cache(plan: PatchPlan, forward: type[DecoderForward]) -> None:
@@ -136,26 +144,26 @@ def _try_with_a_cache(plan: PatchPlan, forward: type[DecoderForward]) -> None:
 
     Afterwards the model may lack the patch that it had, which the patch that is being applied replaces anyway.
     """
-    model, spec = plan.model, plan.state.spec
+    model, patch = plan.model, plan.state.patch
     slot = next(slot for slot in plan.slots if not slot.idle)
     decoder = decoder_of(model, slot.parent)
-    kind = kind_of_patch(decoder, forward, spec.method)
+    kind = kind_of_patch(decoder, forward, patch.method)
     if was_tried(kind):
         return
     try:
         missing = missing_weights(model)
         if missing:
             raise NotTriedError(missing)
-        method, rotary = small_patch(spec.method, spec.rotary)
-        state = replace(plan.state, spec=replace(spec, method=method, rotary=rotary, target_length=TOKENS))
-        layers = small_layers(plan.attention, spec.method, method, rotary)
-        small = PatchPlan(model, state, plan.slots, layers)
+        method, rotary = small_patch(patch.method, patch.rotary)
+        state = replace(plan.state, patch=replace(patch, method=method, rotary=rotary, target_length=TOKENS))
+        layers = small_layers(plan.attention, patch.method, method, rotary)
+        small = PatchPlan(plan.rope, state, layers)
         try:
-            _install(small, [make_replacement(slot, method, rotary, state) for slot in plan.slots], forward)
-            difference = try_continuation(model, decoder, kind, spec.method)
+            _install(small, [_make_replacement(slot, method, rotary, state) for slot in plan.slots], forward)
+            difference = try_continuation(model, decoder, kind, patch.method)
         finally:
             remove_patch(model)
-        check_difference(model, decoder, spec.method.name, *difference)
+        check_difference(model, decoder, patch.method.name, *difference)
     except NotTriedError as reason:
         plan.state.notes += (f"Generating with a cache was not checked, because {reason}.",)
 
@@ -163,9 +171,10 @@ def _try_with_a_cache(plan: PatchPlan, forward: type[DecoderForward]) -> None:
 def _install(plan: PatchPlan, modules: Sequence[PatchedRotaryEmbedding], forward: type[DecoderForward] | None) -> None:
     """Put the modules, configs and forwards of a plan into its model, and take off a patch that the model has."""
     model, state = plan.model, plan.state
-    remove_patch(model)
+    if patch_state(model) is not None:
+        remove_patch(model)
     swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})
-    if isinstance(state.spec.method, RemappingMethod):
+    if isinstance(state.patch.method, RemappingMethod):
         register()
         attach(plan.attention, plan.slots[0].config)
         # Attention modules look up the function that they run by the name in their config.

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from rope_ext_hf.methods.base import TWO_PI, UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.models.config import read_rope
-from rope_ext_hf.models.patch_records import before_patches, recorded_specs
 from rope_ext_hf.models.recipes import recipe_note
-from rope_ext_hf.patches.base_rope import base_rope_of_config, check_pairing
+from rope_ext_hf.patches.model_rope import ModelRope, check_pairing
 from rope_ext_hf.patches.planning import PatchPlan
-from rope_ext_hf.patches.rows.row_probe import pairing_of
 from rope_ext_hf.patches.saved.adapters import SAVE_ROUTE, modules_with_adapters
 from rope_ext_hf.patches.saved.saving import engine_agreement
 from rope_ext_hf.patches.slots.patch_state import PatchState
-from rope_ext_hf.patches.slots.patched_slot import Slot, first_scaled, patched_slots
-from rope_ext_hf.patches.slots.slot_finding import find_slots
+from rope_ext_hf.patches.slots.patched_slot import patched_slots
 from rope_ext_hf.plug_ins import plug_in
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
@@ -163,46 +159,43 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         CheckpointError: the weights are, by the config, in another pairing than the class rotates.
     """
     if isinstance(model, PatchPlan):
-        return _describe_patched(model.model, model.slots, model.state, model.state.spec.method)
+        return _describe_patched(model.rope, model.state, model.state.patch.method)
     check_pairing(model)
-    filled = patched_slots(model)
-    if filled:
-        present = filled[0].present_spec
-        return _describe_patched(model, find_slots(model, present.layers), filled[0].state, present.method)
-    slot = first_scaled(find_slots(model))
-    layer_type = (*slot.scaled_layers, *slot.as_loaded)[0]
-    config = before_patches(slot.config)
-    settings = getattr(slot.config, "rope_parameters", None) or {"rope_type": "default"}
-    specs = recorded_specs(slot.config)  # plain transformers loaded the model from a folder that was saved patched
-    described = read_rope(config, slot.as_loaded[layer_type].plain.dim, layer_type)
-    base = base_rope_of_config(described, "own", None, config)
-    rotary, method, context = described.plain, described.method, base.rotary.context_length
+    live = patched_slots(model)
+    if live:
+        present = live[0].present_patch
+        return _describe_patched(ModelRope.of_model(model, present.layers), live[0].state, present.method)
+    rope = ModelRope.of_model(model)
+    slot, embedding = rope.slot, rope.stated[0]
+    base = replace(rope, stated=(embedding,)).base()  # of several embeddings the first is described
+    rotary, method, context = embedding.plain, embedding.method, base.rotary.context_length
     extended = context
-    if specs:
-        rotary, method = specs[-1].rotary, specs[-1].method
-        extended = specs[-1].target_length or method.extended_length(rotary) or extended
+    if rope.patches:  # plain transformers loaded the model from a folder that was saved patched
+        rotary, method = rope.patches[-1].rotary, rope.patches[-1].method
+        extended = rope.patches[-1].length or extended
+    settings = getattr(slot.config, "rope_parameters", None) or {"rope_type": "default"}
     note, _ = slot.sliding_note(extended)
     return _description(
-        model,
-        slot,
+        rope,
         rotary,
         method,
-        context_length=rotary.context_length if specs else context,
+        context_length=rotary.context_length if rope.patches else context,
         context_rule=base.rule,
         extended_length=extended,
         save_route=f"it is now (rope_type {settings.get('rope_type', 'per layer type')})",
         patched=False,
-        notes=tuple(text for text in (slot.layers.no_patch_needed, note, described.note) if text),
-        recipe=recipe_note(config, rotary, method if specs else None),
+        notes=tuple(text for text in (slot.layers.no_patch_needed, note, embedding.note) if text),
+        recipe=recipe_note(rope.config, rotary, method if rope.patches else None),
     )
 
 
-def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
+def _save_route(rope: ModelRope, state: PatchState) -> str:
     """Return a text: how `save_pretrained` writes the method of a patched model, and which programs can read it."""
     encoding = state.encoding
-    if modules_with_adapters(model):
+    assert rope.model is not None
+    if modules_with_adapters(rope.model):
         return SAVE_ROUTE
-    if slot.is_table:
+    if rope.slot.is_table:
         positions = f"{encoding.saved_length:,} positions"
         return f"a table of {positions} in the weights, which every version of transformers reads"
     if not encoding.loads_plainly:
@@ -219,18 +212,17 @@ def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
     return f"transformers' own {encoding.rope_type!r}; known to be read right by {readers}"
 
 
-def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState, method: RopeMethod) -> Description:
+def _describe_patched(rope: ModelRope, state: PatchState, method: RopeMethod) -> Description:
     """Describe a model under a patch, live or planned; `method` has the present values of a trained parameter."""
-    slot, rotary = first_scaled(slots), state.spec.rotary
+    slots, rotary = rope.slots, state.patch.rotary
     return _description(
-        model,
-        slot,
+        rope,
         rotary,
         method,
         context_length=rotary.context_length,
         context_rule=state.rule,
         extended_length=state.encoding.extended_length,
-        save_route=_save_route(model, slot, state),
+        save_route=_save_route(rope, state),
         patched=True,
         notes=(*state.notes, method.note) if isinstance(method, RemappingMethod) else state.notes,
         short_inputs=(
@@ -242,7 +234,7 @@ def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState
             ),
             *_measured_note(method, rotary),
         ),
-        recipe=recipe_note(before_patches(slot.config), rotary, method),
+        recipe=recipe_note(rope.config, rotary, method),
     )
 
 
@@ -292,23 +284,23 @@ def _measured_note(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
     return (f"Inputs within the context length {clause}.",) if clause else ()
 
 
-def _description(model: nn.Module, slot: Slot, rotary: Rotary, method: RopeMethod, **attributes: Any) -> Description:
-    """Return a description with the attributes that follow from a slot of a model, and from a method over its RoPE.
+def _description(rope: ModelRope, rotary: Rotary, method: RopeMethod, **attributes: Any) -> Description:
+    """Return a description with the attributes that follow from a model, and from a method over its RoPE.
 
     `attributes` are the others.
     """
     inv_freq, attention_factor = method.frequencies(rotary)
     return Description(
-        model_type=slot.config.model_type,
+        model_type=rope.config.model_type,
         method=method.name,
         params=_params(method),
         underneath=tuple(scalings_underneath(rotary)),
-        pairing=pairing_of(model, slot.config),
+        pairing=rope.pairing,
         trained_length=rotary.trained_length,
         wavelengths=tuple((TWO_PI / inv_freq).tolist()),
         attention_factor=attention_factor,
         theta=rotary.theta,
-        rotating_layers=slot.layers.rotating,
+        rotating_layers=rope.slot.layers.rotating,
         **attributes,
     )
 

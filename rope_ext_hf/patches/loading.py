@@ -25,10 +25,10 @@ from rope_ext_hf.models.model_classes import class_to_load, empty_model
 from rope_ext_hf.models.patch_records import (
     PATCH_KEY,
     SAVED_KEYS,
-    checked_specs,
+    checked_patches,
     original_settings,
     replaced_note,
-    saved_specs,
+    saved_patches,
     still_stands,
     undo_saved_patch,
     written_keys,
@@ -129,7 +129,7 @@ def before_patch(config: Any) -> tuple[Any, dict[str, Any] | None]:
     if part is None:
         return plain, None
     record = vars(part)[PATCH_KEY]
-    checked_specs(record, "this config")
+    checked_patches(record, "this config")
     for key in ("rope_parameters", "max_position_embeddings"):
         if not still_stands(record.get(key), getattr(part, key)):
             raise _set_by_patch(key)
@@ -266,7 +266,9 @@ def from_pretrained(
         model = cast("PreTrainedModel", adapter.load_onto(base, **own))
     if method is not None:
         plan = plan_patch(model, method, **arguments, **params)
-        replaced = None if record is None or over == "patched" else replaced_note(saved_specs(record), plan.state.spec)
+        replaced = (
+            None if record is None or over == "patched" else replaced_note(saved_patches(record), plan.state.patch)
+        )
         if replaced is not None:
             warnings.warn(replaced, stacklevel=2)
         patch_as_planned(plan)
@@ -365,6 +367,6 @@ def restore_patch(model: PreTrainedModel, record: Mapping[str, Any]) -> PreTrain
         FingerprintError: the patched model rotates differently from the one that was saved.
     """
     restore_generation_length(model, record)
-    reapply(model, tuple(saved_specs(record)))
+    reapply(model, tuple(saved_patches(record)))
     check_recorded(model, record)
     return model

@@ -22,9 +22,9 @@ from rope_ext_hf.models.patch_records import Patch, replaced_note
 from rope_ext_hf.patches.applying import patch_as_planned, reapply, remove_patch
 from rope_ext_hf.patches.held_lengths import held_at
 from rope_ext_hf.patches.loading import from_pretrained
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.planning import plan_patch
 from rope_ext_hf.patches.slots.patched_slot import active_patches, patched_slots, tables_of
-from rope_ext_hf.patches.slots.slot_finding import find_slots, own_length_dependent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,9 +120,10 @@ def patch(
         native=native,
         **params,
     )
-    replaced = replaced_note(recorded, plan.state.spec)
-    if replaced is not None and over != "patched":
-        warnings.warn(replaced, stacklevel=2)
+    if recorded and over != "patched":
+        replaced = replaced_note(recorded, plan.state.patch)
+        if replaced is not None:
+            warnings.warn(replaced, stacklevel=2)
     patch_as_planned(plan)
     return model
 
@@ -180,15 +181,20 @@ def fixed_length(model: M, length: Length) -> Iterator[M]:
     """
     length = check_int("length", parse_length(length))
     slots = patched_slots(model)
-    own_method = next(own_length_dependent(model), None)
-    if own_method is not None:
-        raise UnsupportedModelError(
-            f"this model's own {own_method} follows the length of the input inside transformers, where it cannot be "
-            "held at one length; patch it first: rope_ext_hf.patch(model, ...)"
-        )
-    replaced = [slot.replaced for slot in slots] or [slot.module for slot in find_slots(model)]
-    with held_at(replaced, slots, length):
+    as_loaded = [slot.replaced for slot in slots] or _held_modules(model)
+    with held_at(as_loaded, slots, length):
         yield model
+
+
+def _held_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the rotary modules of an unpatched model, in whose places later patches are to be held at a length."""
+    rope = ModelRope.of_model(model)
+    if rope.own_length_dependent is not None:
+        raise UnsupportedModelError(
+            f"this model's own {rope.own_length_dependent} follows the length of the input inside transformers, where "
+            "it cannot be held at one length; patch it first: rope_ext_hf.patch(model, ...)"
+        )
+    return [slot.module for slot in rope.slots]
 
 
 def reset(model: M) -> M:
@@ -206,5 +212,5 @@ def reset(model: M) -> M:
 
 def patched_method(model: nn.Module) -> RopeMethod | None:
     """Return the method that `patch` put into a model; None if the model is not patched."""
-    specs = active_patches(model)
-    return specs[-1].method if specs else None
+    patches = active_patches(model)
+    return patches[-1].method if patches else None

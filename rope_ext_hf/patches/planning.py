@@ -17,21 +17,20 @@ from torch import nn
 from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, capital
 from rope_ext_hf.methods.base import RopeMethod
-from rope_ext_hf.methods.registry import resolve_method
+from rope_ext_hf.methods.registry import resolve_method, stated_length
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.families import family, rotates_back
 from rope_ext_hf.models.layer_types import Layers
-from rope_ext_hf.models.patch_records import Patch, recorded_specs, replaced_note, undo_saved_patch
+from rope_ext_hf.models.patch_records import PATCH_KEY, Patch, replaced_note, undo_saved_patch
 from rope_ext_hf.models.patched_config import ConfigEncoding, config_encoding, softmax_scale, write_rope
 from rope_ext_hf.models.recipes import recipe_warning
 from rope_ext_hf.models.weights_at_hand import on_meta_device
-from rope_ext_hf.patches.base_rope import BaseRope, base_rope, check_pairing, fill_parameters, stated_length
 from rope_ext_hf.patches.forward.attention_interface import Layer
 from rope_ext_hf.patches.forward.attention_probe import probe_layers
+from rope_ext_hf.patches.model_rope import BaseRope, ModelRope, check_pairing
 from rope_ext_hf.patches.slots.patch_state import ConfigSwap, PatchState, copied_configs, stating_rope
 from rope_ext_hf.patches.slots.patched_slot import Slot, patch_state
-from rope_ext_hf.patches.slots.roformer import check_method
-from rope_ext_hf.patches.slots.slot_finding import find_slots
+from rope_ext_hf.patches.slots.roformer import check_table_method
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -41,28 +40,26 @@ class PatchPlan:
     """Everything that a patch changes in one model, worked out by `plan_patch`; `apply_plan` makes the changes.
 
     Attributes:
-        model: the model that the plan is for.
-        state: what the patched model will remember. `state.spec` is the patch with every parameter filled in, and
+        rope: the rope of the model as it was before any patch.
+        state: what the patched model will remember. `state.patch` is the patch with every parameter filled in, and
             `state.configs` are copies of the model's configs, in which the method and the extended length are written.
-        slots: the places of the rotary modules that are replaced.
         attention: every attention module, and how it is to attend; empty for a frequency method.
     """
 
-    model: nn.Module
+    rope: ModelRope
     state: PatchState
-    slots: tuple[Slot, ...]
     attention: tuple[tuple[nn.Module, Layer], ...] = ()
 
+    @property
+    def model(self) -> nn.Module:
+        """The model that the plan is for."""
+        assert self.rope.model is not None
+        return self.rope.model
 
-@dataclass(frozen=True)
-class _Site:
-    """The parts of a model that a patch is planned on: its slots, copied configs, and the rotary embedding."""
-
-    model: nn.Module
-    slots: list[Slot]
-    configs: list[ConfigSwap]  # copies, to be changed, of every config in the model
-    config: Any  # the copy of the text config, without the patches that a folder recorded in it
-    base: BaseRope  # the rotary embedding that the method extends
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The places of the rotary modules that are replaced."""
+        return self.rope.slots
 
 
 def plan_patch(
@@ -98,114 +95,125 @@ def plan_patch(
     target_length = parse_length(target_length)
     if layers is not None:
         layers = (layers,) if isinstance(layers, (str, int)) else tuple(layers)
-    site = _find_site(model, layers, over, parse_length(context_length))
-    rotary = site.base.rotary
-    resolved = resolve_method(method, rotary, factor=factor, target_length=target_length, **params)
-    length = target_length or stated_length(resolved, rotary, factor)
-    spec = Patch(resolved, rotary, length, native, layers)
-    plan = _plan(site, spec, live=site.base.live, saved=site.base.saved)
-    recorded = recorded_specs(site.slots[0].config) if patch_state(model) is None else []
-    replaced = replaced_note(recorded, plan.state.spec)
-    if replaced is not None and over != "patched":
-        state = plan.state
-        warning = replaced if state.warning is None else f"{replaced}. {capital(state.warning)}"
-        plan = replace(plan, state=replace(state, notes=(*state.notes, capital(replaced)), warning=warning))
+    rope = _read_rope(model, layers)
+    base = rope.base(over, context_length)
+    resolved = resolve_method(method, base.rotary, factor=factor, target_length=target_length, **params)
+    length = target_length or stated_length(resolved, base.rotary, factor)
+    patch = Patch(resolved, base.rotary, length, native, layers)
+    plan = _plan(rope, base, patch, live=base.below if rope.is_patched else ())
+    if rope.patches and not rope.is_patched and over != "patched":  # those that the folder of the model records
+        replaced = replaced_note(rope.patches, plan.state.patch)
+        if replaced is not None:
+            state = plan.state
+            warning = replaced if state.warning is None else f"{replaced}. {capital(state.warning)}"
+            plan = replace(plan, state=replace(state, notes=(*state.notes, capital(replaced)), warning=warning))
     return plan
 
 
-def plan_replay(model: nn.Module, specs: Sequence[Patch]) -> PatchPlan:
+def plan_replay(model: nn.Module, patches: Sequence[Patch]) -> PatchPlan:
     """Return the plan that patches a model as it was patched before, or as the folder it comes from records.
 
     Args:
         model: the model.
-        specs: the patches, bottom first; the plan puts the last one on, over those before it.
+        patches: the patches, bottom first; the plan puts the last one on, over those before it.
 
     Raises:
         CheckpointError: the last patch is for another number of rotated dims.
         MethodError, UnsupportedModelError: as `plan_patch` raises them.
     """
-    *below, top = specs
-    site = _find_site(model, top.layers)
-    dim = site.base.rotary.dim
-    if dim != top.rotary.dim:
+    *below, top = patches
+    rope = _read_rope(model, top.layers)
+    base = rope.base()
+    if base.rotary.dim != top.rotary.dim:
         raise CheckpointError(
-            f"the record of a patch is for {top.rotary.dim} rotated dims per head, and this model has {dim}; the "
-            "record was made for another model"
+            f"the record of a patch is for {top.rotary.dim} rotated dims per head, and this model has "
+            f"{base.rotary.dim}; the record was made for another model"
         )
-    return _plan(site, top, live=tuple(below), saved=tuple(below))
+    return _plan(rope, replace(base, rotary=top.rotary, below=tuple(below)), top, live=tuple(below))
 
 
-def _find_site(
-    model: nn.Module, layers: tuple[str | int, ...] | None, over: str = "own", context_length: int | None = None
-) -> _Site:
-    """Return the slots of a model, copies of its configs, and the rotary embedding that a patch of `layers` extends."""
+def _read_rope(model: nn.Module, layers: tuple[str | int, ...] | None) -> ModelRope:
+    """Return what a model says of its rope; raise an error where a method for `layers` has nothing to extend."""
     check_pairing(model)
-    slots = find_slots(model, layers)
-    if not any(slot.scaled_layers for slot in slots):
-        raise slots[0].layers.nothing_to_extend()
-    configs = _copied_configs(model, slots[0].config)
-    config = next(swap.patched for swap in configs if swap.original is slots[0].config)
-    undo_saved_patch(config)
-    base = base_rope(model, slots, config, over, context_length)
-    return _Site(model, slots, configs, config, base)
+    state = patch_state(model)
+    for swap in state.configs if state else ():
+        swap.sync_user_changes()  # changes that the user made in the config of the patched model stay
+    rope = ModelRope.of_model(model, layers)
+    if not rope.layer_types:
+        raise rope.layers.nothing_to_extend()
+    return rope
 
 
-def _plan(site: _Site, spec: Patch, *, live: tuple[Patch, ...], saved: tuple[Patch, ...]) -> PatchPlan:
+def _plan(rope: ModelRope, base: BaseRope, patch: Patch, live: tuple[Patch, ...]) -> PatchPlan:
     """Return the plan of a patch.
 
     Args:
-        site: where the patch goes.
-        spec: the patch, whose method may still lack parameters that follow from the model.
-        live: the live patches that stay underneath, bottom first.
-        saved: the patches underneath that the config records: the live ones, or those of the folder that was loaded.
+        rope: what the model says of its rope.
+        base: the rotary embedding that the patch extends, and the patches underneath it.
+        patch: the patch, whose method may still lack parameters that follow from the model.
+        live: the patches underneath that are in the model, and come back when this one is taken off.
     """
-    model, slots, config = site.model, site.slots, site.config
-    if saved and saved[-1].layers != spec.layers:
+    model, slots, layers = rope.model, rope.slots, rope.slots[0].layers
+    assert model is not None
+    if base.below and base.below[-1].layers != patch.layers:
         raise MethodError(
-            f"over='patched' keeps the layers of the present patch, {saved[-1].layers or 'the default'}; got layers="
-            f"{spec.layers}"
+            f"over='patched' keeps the layers of the present patch, {base.below[-1].layers or 'the default'}; got "
+            f"layers={patch.layers}"
         )
-    slots[0].layers.check_method(spec.method, spec.layers)
-    method = fill_parameters(spec.method, spec.rotary, config, spec.target_length)
-    spec = replace(spec, method=method, target_length=spec.target_length or method.extended_length(spec.rotary))
-    _check_method(model, slots, spec)
+    layers.check_method(patch.method, patch.layers)
+    method = base.bind(patch.method, patch.target_length)
+    patch = replace(patch, method=method, target_length=patch.target_length or method.extended_length(patch.rotary))
+    _check_method(rope, patch)
     attention: list[tuple[nn.Module, Layer]] = []
     if isinstance(method, RemappingMethod) and not on_meta_device(model):
-        attention = probe_layers(model, slots, method, spec.rotary)
-    unlike_published = recipe_warning(config, spec.rotary, method, spec.target_length)
-    encoding = _write_configs(site, spec, saved)
-    _check_softmax_scale(slots[0], config, encoding)
-    length = encoding.extended_length or spec.rotary.context_length
-    sliding, every_layer = slots[0].sliding_note(length, named=spec.layers is not None)
+        attention = probe_layers(model, slots, method, patch.rotary)
+    configs = _copied_configs(model, slots[0].config)
+    encoding = _write_configs(rope, configs, patch, base.below)
+    length = encoding.extended_length or patch.rotary.context_length
+    sliding, every_layer = None, False
+    if layers.window:
+        sliding, every_layer = slots[0].sliding_note(length, named=patch.layers is not None)
     notes = [
         sliding,
-        slots[0].layers.unrotated_note(method),
+        layers.unrotated_note(method),
         *[slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers],
         _gguf_note(model),
     ]
+    unlike_published = recipe_warning(rope.config, patch.rotary, method, patch.target_length)
     state = PatchState(
-        spec,
+        patch,
         encoding,
-        site.base.rule,
+        base.rule,
         notes=tuple([note for note in notes if note]),
         warning=sliding if every_layer else unlike_published,
-        configs=site.configs,
+        configs=configs,
         below=live,
     )
-    return PatchPlan(model, state, tuple(slots), tuple(attention))
+    return PatchPlan(rope, state, tuple(attention))
 
 
-def _write_configs(site: _Site, spec: Patch, below: tuple[Patch, ...]) -> ConfigEncoding:
-    """Write a patch over those `below`, bottom first, into the copied configs of a site, and return its encoding."""
-    scaled = [layer_type for slot in site.slots for layer_type in slot.scaled_layers]
-    layer_types = list(dict.fromkeys(scaled))
-    all_scaled = all(slot.scaled_layers or slot.idle for slot in site.slots)
+def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
+    """Return a copy of every config object in a model, as it was before any patch."""
+    state = patch_state(model)
+    unpatched = {id(swap.patched): swap.original for swap in state.configs} if state else {}
+    return copied_configs(model, unpatched, [text_config])
+
+
+def _write_configs(
+    rope: ModelRope, configs: Sequence[ConfigSwap], patch: Patch, below: tuple[Patch, ...]
+) -> ConfigEncoding:
+    """Write a patch over those `below`, bottom first, into copied configs, and return how they state it."""
+    all_scaled = all(slot.scaled_layers or slot.idle for slot in rope.slots)
     # Settings for all layers (None) cannot state a method for some of several rotary modules.
-    encoding = config_encoding(site.config, spec, layer_types[0], writable=all_scaled or None not in layer_types)
-    for swap in stating_rope(site.configs, [slot.config.model_type for slot in site.slots]):
-        if swap.patched is not site.config:
+    writable = all_scaled or None not in rope.layer_types
+    encoding = config_encoding(rope.config, patch, rope.layer_types[0], writable=writable)
+    for swap in stating_rope(configs, [slot.config.model_type for slot in rope.slots]):
+        if PATCH_KEY in vars(swap.patched):  # the folder that the model was loaded from records a patch
             undo_saved_patch(swap.patched)
-        write_rope(swap.patched, encoding, spec, below, layer_types)
+        write_rope(swap.patched, encoding, patch, below, list(rope.layer_types))
+    if family(rope.config.model_type).softmax_mscale and encoding.loads_plainly:
+        written = next(swap.patched for swap in configs if swap.original is rope.slots[0].config)
+        _check_softmax_scale(rope.slots[0].config, written)
     return encoding
 
 
@@ -230,55 +238,41 @@ def _gguf_note(model: nn.Module) -> str | None:
     )
 
 
-def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
-    """Return a copy of every config object in a model, as it was before any patch.
-
-    Changes that the user made in the config of a patched model are first carried over to the original.
-    """
-    state = patch_state(model)
-    swaps = state.configs if state else []
-    for swap in swaps:
-        swap.sync_user_changes()
-    return copied_configs(model, {id(swap.patched): swap.original for swap in swaps}, [text_config])
-
-
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_method(model: nn.Module, slots: Sequence[Slot], spec: Patch) -> None:
-    """Raise an error if the slots of a model cannot run a method with its parameters."""
-    method, model_type = spec.method, slots[0].config.model_type
-    check_method(slots, method, spec.rotary)
+def _check_method(rope: ModelRope, patch: Patch) -> None:
+    """Raise an error if a model cannot run a method with its parameters."""
+    method, slots = patch.method, rope.slots
+    if any(slot.is_table for slot in slots):  # RoFormer has no module that computes angles, but a table of them
+        check_table_method(slots, method, patch.rotary)
     sets = sum(len(slot.scaled_layers) for slot in slots)
     if method.trainable and sets > 1:
         raise UnsupportedModelError(
-            f"{method.name} trains one set of frequencies, and {type(model).__name__} has {sets}, for different "
+            f"{method.name} trains one set of frequencies, and {type(rope.model).__name__} has {sets}, for different "
             "layers; choose another method, or one set with layers=..."
         )
     # Attention that rotates its values and rotates its output back would multiply the output by the attention factor.
-    if rotates_back(model_type):
-        factor, own = method.frequencies(spec.rotary).attention_factor, spec.rotary.attention_factor
+    if rotates_back(rope.config.model_type):
+        factor, own = method.frequencies(patch.rotary).attention_factor, patch.rotary.attention_factor
         if not math.isclose(factor, own):
             raise MethodError(
-                f"the attention of {model_type!r} rotates values, too, so an attention factor of {factor:.4f} would "
-                f"change their size; give attention_factor={own:g}"
+                f"the attention of {rope.config.model_type!r} rotates values, too, so an attention factor of "
+                f"{factor:.4f} would change their size; give attention_factor={own:g}"
             )
 
 
-def _check_softmax_scale(slot: Slot, config: Any, encoding: ConfigEncoding) -> None:
-    """Raise MethodError if plain loading of the written settings would give attention another softmax scale.
+def _check_softmax_scale(config: Any, written: Any) -> None:
+    """Raise MethodError if attention would get another softmax scale from the config that a patch writes.
 
     The attention of DeepSeek and its kin takes its softmax scale from the rope settings when it is built, so that a
     patch of the live model does not change it, and a saved folder must not either.
     """
-    known = family(slot.config.model_type)
-    if not known.softmax_mscale or not encoding.loads_plainly:
-        return
-    live = softmax_scale(known, slot.config.rope_parameters)
-    loaded = softmax_scale(known, config.rope_parameters)
+    known = family(config.model_type)
+    live, loaded = softmax_scale(known, config.rope_parameters), softmax_scale(known, written.rope_parameters)
     if not math.isclose(live, loaded):
         raise MethodError(
-            f"{slot.config.model_type} builds its attention with a softmax scale from YaRN's mscale_all_dim: "
+            f"{config.model_type} builds its attention with a softmax scale from YaRN's mscale_all_dim: "
             f"x{live:.4f} in this model, x{loaded:.4f} in a model loaded with the new settings; "
             "give a factor and mscale_all_dim that keep it"
         )

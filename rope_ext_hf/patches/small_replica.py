@@ -68,22 +68,22 @@ def check_without_weights(model: nn.Module) -> None:
     Raises:
         MethodError, UnsupportedModelError: as `patch` would, if the model had its weights.
     """
-    specs = active_patches(model)
-    if not (specs and changes_forward(specs[-1]) and on_meta_device(model)):
+    patches = active_patches(model)
+    if not (patches and changes_forward(patches[-1]) and on_meta_device(model)):
         return
     config = rotary_modules(model)[0].config
     small = small_replica(config.to_json_string(use_diff=False))
     if small is None:
         return
     types = AttentionLayers(config).types  # the small model has fewer layers, of every type
-    small_specs = tuple([replace(spec, layers=_by_type(spec.layers, types)) for spec in specs])
-    refused = _refused(small, lambda: reapply(small, small_specs))
+    small_patches = tuple([replace(patch, layers=_by_type(patch.layers, types)) for patch in patches])
+    refused = _refused(small, lambda: reapply(small, small_patches))
     if refused is None:
         return
     # The large model took the patch without its weights. If the small one does not without its own, its size is the
     # reason.
     empty = empty_model(small.config)
-    if _refused(empty, lambda: reapply(empty, small_specs)) is None:
+    if _refused(empty, lambda: reapply(empty, small_patches)) is None:
         raise refused
 
 

@@ -109,7 +109,7 @@ def _cover(whole: PreTrainedModel) -> str:
     patched = next(swap.patched for swap in state.configs if swap.original is places[0].config)
     for swap in stating_rope(swaps, [place.config.model_type for place in places]):
         undo_saved_patch(swap.patched)
-        write_rope(swap.patched, state.encoding, state.spec, state.below, state.record["layer_types"])
+        write_rope(swap.patched, state.encoding, state.patch, state.below, state.record["layer_types"])
         swap.patched._attn_implementation = patched._attn_implementation
     for swap in swaps:
         swap.note_written()

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from rope_ext_hf.bounds import check_int
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.patches.base_rope import check_pairing
 from rope_ext_hf.patches.forward.decoders import decoder_of
+from rope_ext_hf.patches.model_rope import ModelRope, check_pairing
 from rope_ext_hf.patches.patching import fixed_length, patched
 from rope_ext_hf.patches.slots.patched_slot import Slot, patched_slots, tables_of
-from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.reading.cost.memory import available, budgets, waiting_bytes, widest_activation
 from rope_ext_hf.reading.larger.offloaded_weights import device_of_ids, is_offloaded
 from rope_ext_hf.reading.through.chunk_check import (
@@ -114,7 +113,7 @@ class TokenScorer:
         longest: int | None = None,
     ) -> None:
         check_pairing(model)
-        slots = find_slots(model)
+        slots = ModelRope.of_model(model).slots
         for name, value in (("chunk", chunk), ("head_bytes", head_bytes), ("longest", longest)):
             if value is not None:
                 check_int(name, value)

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.registry import accepts_factor, list_methods, registered_name, resolve_method
+from rope_ext_hf.methods.registry import accepts_factor, list_methods, registered_name, resolve_method, stated_length
 from rope_ext_hf.options.method_choice import MethodChoice, PatchChoice
-from rope_ext_hf.patches.base_rope import base_rope_of_model, stated_length
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.patches.small_replica import check_without_weights
 
@@ -35,7 +35,7 @@ def resolve_choice(
         UnsupportedModelError: the model has no rotary embeddings that could be replaced.
     """
     choice.check()
-    base = base_rope_of_model(model, **choice.base_arguments)
+    base = ModelRope.of_model(model).base(**choice.base_arguments)
     longest = max(longest, base.rotary.context_length)
     methods = [base.bind(method, length) for method, length in over_rotary(choice, base.rotary, longest, lengths)]
     return list(dict.fromkeys(methods))

@@ -69,7 +69,7 @@ class MeasuredMethods:
         self._by_key = {method.key: method for method in every}
         if self.loaded is None or self._by_key[method_key(self.loaded)].method is None:
             return
-        if self.base_rotary != BaseRotary.from_specs(active_patches(model)):
+        if self.base_rotary != BaseRotary.from_patches(active_patches(model)):
             raise MethodError(
                 f"the model is patched with {label(self.loaded)} already; to measure that method with another over or "
                 "context_length, give the model without its patch"
@@ -80,9 +80,11 @@ class MeasuredMethods:
 
     def applied(self, method: _MeasuredMethod) -> AbstractContextManager[Any]:
         """Patch the model with a method inside the `with` block, unless the model already has it in the same place."""
-        specs = active_patches(self.model)
+        patches = active_patches(self.model)
         is_present = (
-            bool(specs) and method.method == specs[-1].method and self.base_rotary == BaseRotary.from_specs(specs)
+            bool(patches)
+            and method.method == patches[-1].method
+            and self.base_rotary == BaseRotary.from_patches(patches)
         )
         if method.method is None or is_present:
             return nullcontext()

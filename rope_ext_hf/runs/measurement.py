@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 
 from rope_ext_hf.errors import short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.patches.base_rope import patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.conclusions.labels import Method
 
@@ -316,6 +316,6 @@ class RunPlan(Generic[M_co]):
 
         `model` is the model that is measured; it may be on the meta device.
         """
-        rotary = patch_geometry(model, over=self.over, context_length=self.context_length)
+        rotary = ModelRope.of_model(model).base(self.over, self.context_length).rotary
         methods = self.methods or (None,)
         return [tokens for method in methods for tokens in self.measurement.passes_under(method, rotary)]

@@ -15,7 +15,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.models.families import families
-from rope_ext_hf.patches.base_rope import checkpoint_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from tests.support.checkpoint_folders import OTHER, rotate_otherwise
 from tests.support.every_model import tiny
 from tests.support.models import PAIRINGS, logits, plant_pairs, tokens
@@ -132,7 +132,7 @@ def test_layers_are_read_for_detection(name: str, tmp_path: Path) -> None:
 
 
 def names(model: Any) -> RotaryTensors:
-    return RotaryTensors(model.config, checkpoint_geometry(model).dim)
+    return RotaryTensors(model.config, ModelRope.of_checkpoint(model.config, model).rotary.dim)
 
 
 def rotated(tensors: RotaryTensors, name: str, shape: tuple[int, ...]) -> list[tuple[int, int]]:

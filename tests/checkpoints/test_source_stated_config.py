@@ -18,7 +18,7 @@ from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors, rotary_tenso
 from rope_ext_hf.checkpoints.source import Source, stated_config
 from rope_ext_hf.models.families import families
 from rope_ext_hf.models.model_classes import empty_model
-from rope_ext_hf.patches.base_rope import checkpoint_geometry, rotary_of_usual_config
+from rope_ext_hf.patches.model_rope import ModelRope
 from tests.support.models import build_known
 from tests.support.planted_pairs import planted
 
@@ -62,12 +62,12 @@ def test_a_published_config_gives_the_published_rotation(name: str) -> None:
     if config is None:
         assert values["model_type"] not in WITHOUT_CLASS or name in ("phi-3-mini-128k", "phi-4-mini")
         return
-    rotary = rotary_of_usual_config(config)
+    rotary = ModelRope.of_checkpoint(config).rotary
     short = next((row for row in rows if row["length"] is None), rows[0])
     published = torch.tensor(short["inv_freq"], dtype=torch.float64)
     torch.testing.assert_close(rotary.inv_freq(), published, rtol=1e-9, atol=0)
     model = empty_model(transformers.AutoConfig.for_model(**values))
-    assert rotary == checkpoint_geometry(model)
+    assert rotary == ModelRope.of_checkpoint(model.config, model).rotary
     assert RotaryTensors(config, rotary.dim).layers == rotary_tensors(model, rotary).layers
 
 

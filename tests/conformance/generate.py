@@ -24,11 +24,10 @@ from transformers.utils import logging
 from rope_ext_hf.methods.base import Frequencies
 from rope_ext_hf.methods.dynamic import LongRoPE
 from rope_ext_hf.methods.static import Default, Llama3, Yarn
-from rope_ext_hf.models.config import ConfigRope
+from rope_ext_hf.models.config import ConfigRope, rope_by_sizes
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.family_settings import head_dim
 from rope_ext_hf.models.patched_config import softmax_scale
-from rope_ext_hf.patches.base_rope import rope_of_layers
 from rope_ext_hf.patches.rows.row_probe import run_pairing
 from rope_ext_hf.tools.servers.mistakes import different_frequencies
 from tests.support.tiers import needs_family
@@ -161,7 +160,7 @@ def mistakes(described: ConfigRope, config: Any, layer_type: str | None, length:
     """Wrong rows by name, with the numbers that differ: frequencies of the chosen pairs, magnitude, softmax scale."""
     method, plain = described.method, described.plain
     exact = method.frequencies(plain, length)
-    others = [(key, rope_of_layers(config, key)) for key in layer_types(config) if key != layer_type]
+    others = [(key, rope_by_sizes(config, key)) for key in layer_types(config) if key != layer_type]
     wrong = [
         *further_mistakes(described, config, length),
         *different_frequencies(method, plain, length),
@@ -231,7 +230,7 @@ WRITTEN = ("source", "method", "context_length", "original_length", "attention_f
 def configuration(entry: Json) -> Json:
     """A file of conformance/configurations with its numbers made anew."""
     config = text_config(entry["config"])
-    known = {key: rope_of_layers(config, key) for key in layer_types(config)}
+    known = {key: rope_by_sizes(config, key) for key in layer_types(config)}
     kept = {key: entry[key] for key in WRITTEN if key in entry}
     rows = [row(config, key, each, length) for key, each in known.items() for length in lengths(each)]
     return {**kept, "pairing": run_pairing(config), "rows": rows}

@@ -18,7 +18,7 @@ from rope_ext_hf.methods.grouped import SelfExtend
 from rope_ext_hf.methods.registry import frequencies, list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod, ReRoPE
 from rope_ext_hf.methods.static import NTK, Default, Factors, Linear, Theta, Yarn
-from rope_ext_hf.patches.base_rope import base_rope_of_model, patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from tests.support.contracts import MethodContract
 from tests.support.method_checks import GEOMETRY, LLAMA2, assert_native, assert_same, with_factor
 from tests.support.method_examples import example_method, example_methods
@@ -233,13 +233,13 @@ WITH_TEMPERATURE = [
 def test_the_output_stays_up_to_the_unchanged_length_and_no_further(
     llama: Any, name: str, temperature: str | None
 ) -> None:
-    rotary = patch_geometry(llama)
+    rotary = ModelRope.of_model(llama).rotary
     parameters = {} if temperature is None else {"temperature": temperature}
     example = example_method(list_methods()[name], rotary, **parameters)
     try:
-        method = base_rope_of_model(llama).bind(example, 16 * TRAINED)
+        method = ModelRope.of_model(llama).base().bind(example, 16 * TRAINED)
     except MethodError:  # without a parameter that follows from the target, some do not reach so far
-        method = base_rope_of_model(llama).bind(example, TRAINED)
+        method = ModelRope.of_model(llama).base().bind(example, TRAINED)
     longest = method.unchanged_length(rotary)
     ids = torch.randint(3, 60, (1, 2 * TRAINED), generator=torch.Generator().manual_seed(0))
 

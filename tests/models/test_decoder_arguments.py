@@ -29,8 +29,8 @@ from rope_ext_hf.models.decoder_arguments import (
     paged_cache,
     past_length,
 )
-from rope_ext_hf.patches.base_rope import patch_geometry
 from rope_ext_hf.patches.forward.attention_interface import register_attention
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.slots.patched_slot import patched_slots
 from tests.support.method_examples import example_method
 from tests.support.models import TRAINED, build, tokens
@@ -359,7 +359,7 @@ def names_of_the_cache() -> list[str]:
 @pytest.mark.sampled(7)
 def test_steps_with_a_cache_equal_one_forward(method: str, kind: str, name: str) -> None:
     model = build("llama", num_hidden_layers=1 if method in FOLLOWING else 2)
-    rope.patch(model, example_method(rope.list_methods()[method], patch_geometry(model)))
+    rope.patch(model, example_method(rope.list_methods()[method], ModelRope.of_model(model).rotary))
     ids = tokens(PROMPT + STEPS, batch=2)
     cache = CACHES[kind](model.config)
     with torch.no_grad():

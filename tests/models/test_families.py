@@ -25,9 +25,9 @@ from rope_ext_hf.models.families import (
     ModuleRows,
     choose,
     families,
+    families_toml,
     family,
     parse_families,
-    tables,
 )
 from tests.support import every_model
 from tests.support.models import (
@@ -154,8 +154,10 @@ CONFIG_KEYS = (
 
 @pytest.mark.parametrize("entry", families())
 def test_the_values_of_a_table_are_possible_ones(entry: str) -> None:
-    known, names = family(entry), list(tables())
-    assert "like" not in tables()[entry] or tables()[entry]["like"] in names[: names.index(entry)], "`like`: one above"
+    known, names = family(entry), list(families_toml())
+    assert "like" not in families_toml()[entry] or families_toml()[entry]["like"] in names[: names.index(entry)], (
+        "`like`: one above"
+    )
     assert known.config_keys.keys() <= {*CONFIG_KEYS}
     every: dict[str, Any] = {**known.rotated, **known.config_keys}
     for name, alternatives in every.items():

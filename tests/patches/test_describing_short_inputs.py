@@ -14,7 +14,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.base_rope import base_rope_of_model, patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from tests.support.method_examples import example_method
 from tests.support.models import THETA, TRAINED, build, build_config, from_config, logits, rotary_of, tokens
 
@@ -48,14 +48,14 @@ def test_what_is_said_of_short_inputs_holds(name: str, parameters: dict[str, Any
     inv_freq = rotary_of(model).inv_freq
     model = model.to(dtype)
     rotary_of(model).inv_freq = inv_freq
-    example = example_method(list_methods()[name], patch_geometry(model), **parameters)
+    example = example_method(list_methods()[name], ModelRope.of_model(model).rotary, **parameters)
     try:
-        method = base_rope_of_model(model).bind(example, LONG)
+        method = ModelRope.of_model(model).base().bind(example, LONG)
     except MethodError:  # without a parameter that follows from the target, some do not reach so far
-        method = base_rope_of_model(model).bind(example, TRAINED)
+        method = ModelRope.of_model(model).base().bind(example, TRAINED)
     with rope.patched(model, method):
         said = SENTENCE.search(" ".join(rope.describe(model).short_inputs))
-    kept = method.unchanged_length(patch_geometry(model))
+    kept = method.unchanged_length(ModelRope.of_model(model).rotary)
     assert (said is not None) == (0 < kept <= LONG)
     if said is None:
         return
@@ -71,7 +71,7 @@ def test_what_is_said_of_short_inputs_holds(name: str, parameters: dict[str, Any
 
 
 def test_only_methods_that_take_the_path_of_the_loaded_model_are_said_to_change_no_bit() -> None:
-    rotary = patch_geometry(build("llama"))
+    rotary = ModelRope.of_model(build("llama")).rotary
     exact = {name for name, cls in list_methods().items() if example_method(cls, rotary).keeps_bits}
     assert exact == {"dynamic-self-extend", "jet-long", "temperature"}
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.static import Yarn
-from rope_ext_hf.patches.base_rope import base_rope_of_model
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.pictures.charts import Chart, LineChart
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs import kinds
@@ -124,7 +124,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> RunPlan[GuessMeasurement]:
     monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
     register_run_kind(GuessRuns)
     texts = torch.randint(3, 90, (3, 128), generator=torch.Generator().manual_seed(0))
-    yarn: RopeMethod = base_rope_of_model(build("llama")).bind(Yarn(factor=2.0), 128)
+    yarn: RopeMethod = ModelRope.of_model(build("llama")).base().bind(Yarn(factor=2.0), 128)
     return RunPlan(GuessMeasurement(list(texts), [64, 128]), "random tokens", methods=(None, yarn))
 
 

@@ -14,7 +14,7 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.dynamic import DynamicNTK, DynamicYarn, LongRoPE
 from rope_ext_hf.methods.registry import list_methods
-from rope_ext_hf.methods.static import BandedMethod, ByParts, Factors, MrRoPE, Yarn
+from rope_ext_hf.methods.static import ByParts, Factors, MrRoPE, RampedMethod, Yarn
 from tests.support.oracles import rising_divisors
 
 
@@ -46,7 +46,7 @@ def within(method: RopeMethod, rotary: Rotary) -> RopeMethod:
         method.check(rotary)
     except MethodError:
         cycles = (rotary.context_length * rotary.inv_freq()[: rotary.rotated_pairs] / (2 * math.pi)).tolist()
-        if not isinstance(method, BandedMethod) or len(cycles) < 2:
+        if not isinstance(method, (RampedMethod, MrRoPE)) or len(cycles) < 2:
             return method
         fast, slow = (math.sqrt(one * other) for one, other in (cycles[:2], cycles[-2:]))
         return replace(method, beta_fast=fast, beta_slow=slow)

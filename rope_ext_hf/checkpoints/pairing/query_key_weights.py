@@ -26,7 +26,7 @@ from rope_ext_hf.models.config import PAIRING_KEY
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.family_settings import class_pairing
 from rope_ext_hf.models.model_classes import class_to_load, empty_model
-from rope_ext_hf.patches.base_rope import checkpoint_geometry, patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -259,7 +259,7 @@ class RotatedWeights:
 
 def weights_from_model(model: Any) -> RotatedWeights:
     """Return the rotated weights of a loaded model, which may be patched or under PEFT."""
-    rotary = checkpoint_geometry(model)
+    rotary = ModelRope.of_checkpoint(model.config, model).rotary
     rows = rotary_tensors(model, rotary)
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
     return RotatedWeights(
@@ -317,7 +317,7 @@ def weights_from_source(source: Source | MetaSource, path: str, *, trust_remote_
 def _weights_from_meta(source: MetaSource, path: str) -> RotatedWeights:
     """Return the rotated weights of a model in Meta's format, which are interleaved; `path` is its name in reports."""
     model = empty_model(source.llama.to_config("interleaved", torch.float32, source.llama.context_length()))
-    rotary, view = patch_geometry(model), source.view()
+    rotary, view = ModelRope.of_model(model).rotary, source.view()
 
     def load() -> PreTrainedModel:
         raise CheckpointError("weights in Meta's format cannot be run here: convert them first, or give no text")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rope_ext_hf.checkpoints.rows.head_blocks import RowLayout, ScaleBlocks
 from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.patches.base_rope import checkpoint_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.rotary.pairing import other_pairing
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def reordered(model: PreTrainedModel, to: str) -> Iterator[None]:
         model: a model of a family whose row layouts are known.
         to: the pairing inside the block, "half" or "interleaved"; outside, the rows are in the other one.
     """
-    rotated = _rotated_parameters(model, rotary_tensors(model, checkpoint_geometry(model)))
+    rotary = ModelRope.of_checkpoint(model.config, model).rotary
+    rotated = _rotated_parameters(model, rotary_tensors(model, rotary))
     moved: list[tuple[Tensor, RowLayout | ScaleBlocks]] = []
     try:
         with torch.no_grad():

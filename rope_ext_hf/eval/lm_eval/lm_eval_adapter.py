@@ -35,9 +35,9 @@ from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
 from rope_ext_hf.models.temporary import set_to
-from rope_ext_hf.patches.base_rope import check_pairing
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.loading import from_pretrained
+from rope_ext_hf.patches.model_rope import check_pairing
 from rope_ext_hf.patches.patching import fixed_length, patch
 from rope_ext_hf.patches.saved.adapters import tokenizer_source
 from rope_ext_hf.reading.protocols import ProtocolOptions, blocks

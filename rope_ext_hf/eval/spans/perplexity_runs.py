@@ -17,7 +17,7 @@ from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss, Perplexi
 from rope_ext_hf.eval.spans.span_measurement import SpanRuns
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.options.method_choice import MethodChoice
-from rope_ext_hf.patches.base_rope import patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.plug_ins import needed_plug_in
 from rope_ext_hf.reading.protocols import PROTOCOLS, check_lengths, resolve_protocol
@@ -464,7 +464,9 @@ def _plan(
     of_spans = {name: getattr(options, name) for name in fields}
     base_arguments = {name: settings[name] for name in ("over", "context_length") if name in settings}
     length = (
-        patch_geometry(model, **base_arguments).context_length if resolve_protocol(options.protocol).recent else None
+        ModelRope.of_model(model).base(**base_arguments).rotary.context_length
+        if resolve_protocol(options.protocol).recent
+        else None
     )
     plan = prepare(model, documents, tokenizer=tokenizer, context_length=length, **of_spans)
     if options.unit == "bits" and not all(document.ends for document, _ in plan.documents):
@@ -489,7 +491,7 @@ def _no_bytes() -> MethodError:
 
 def _fit_sweep(options: Sweep, model: PreTrainedModel, methods: MethodChoice) -> tuple[Sweep, list[RopeMethod]]:
     """Add the context length to the lengths of a sweep, and fit the methods to each length; see `Sweep`."""
-    length = patch_geometry(model, **methods.base_arguments).context_length
+    length = ModelRope.of_model(model).base(**methods.base_arguments).rotary.context_length
     ordered, _ = check_lengths(options.lengths, None)
     methods.check(factor_alone=True)
     chosen = replace(methods, method=methods.method or DEFAULT_METHODS)

@@ -75,12 +75,12 @@ def _layouts_of_small_model(
     decoder: nn.Module, slots: Sequence[PatchedRotaryEmbedding]
 ) -> list[KeyLayout | None] | None:
     """Return the layouts of a small random model of a decoder's class; None if none can be built."""
-    state, spec = slots[0].state, slots[0].state.spec
+    state, patch = slots[0].state, slots[0].state.patch
     config: Any = decoder.config
     config = next((swap.original for swap in state.configs if swap.patched is config), config)
     classes: tuple[Any, Any] = type(decoder), type(config)
     as_json = before_patches(config).to_json_string(use_diff=False)
-    return _small_layouts(*classes, as_json, spec.method, spec.rotary, spec.layers)
+    return _small_layouts(*classes, as_json, patch.method, patch.rotary, patch.layers)
 
 
 @lru_cache(maxsize=32)

@@ -116,18 +116,18 @@ class RemappingForward(DecoderForward):
             with _PROBING:
                 layers = _prepared_layers(self.module) or self._prepare_layers()
         self.layers = layers
-        self.places = places_of_attention(self.module, layers.values(), self.slots[0].state.spec.method.name)
+        self.places = places_of_attention(self.module, layers.values(), self.slots[0].state.patch.method.name)
 
     def _prepare_layers(self) -> dict[int, nn.Module]:
         """Prepare the attention modules of a decoder that was patched without its weights; return them by index.
 
         This is done in the first forward, before any of its state is kept.
         """
-        spec = self.slots[0].state.spec
-        assert isinstance(spec.method, RemappingMethod)
-        slots = find_slots(self.module, spec.layers)
+        patch = self.slots[0].state.patch
+        assert isinstance(patch.method, RemappingMethod)
+        slots = find_slots(self.module, patch.layers)
         with torch.inference_mode(mode=False):  # what is measured here serves later forwards with gradients, too
-            attach(probe_layers(self.module, slots, spec.method, spec.rotary), slots[0].config)
+            attach(probe_layers(self.module, slots, patch.method, patch.rotary), slots[0].config)
         return _prepared_layers(self.module)
 
     def _group_rows(self, call: ForwardCall) -> tuple[RowGroup, ...]:

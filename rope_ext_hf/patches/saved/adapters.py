@@ -24,7 +24,7 @@ from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files.other_formats import check_format
 from rope_ext_hf.files.whole import read_json
 from rope_ext_hf.models.config import PAIRING_KEY
-from rope_ext_hf.models.patch_records import PATCH_KEY, checked_specs
+from rope_ext_hf.models.patch_records import PATCH_KEY, checked_patches
 from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.patches.rows.row_probe import pairing_of, published_pairing
 from rope_ext_hf.patches.saved.fingerprint import FINGERPRINT_KEY, fingerprint_record
@@ -325,7 +325,7 @@ def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapte
         )
     record = next((value for key, value in values.items() if _is_record(key)), None)
     if record is not None:
-        checked_specs(record, f"the adapter {short(name)!r}")
+        checked_patches(record, f"the adapter {short(name)!r}")
     return Adapter(
         path=name,
         base=base,

@@ -291,8 +291,8 @@ def _layer_rope(
     if isinstance(current, PatchedRotaryEmbedding):
         table = current.table(layer_type or "all")
         method, rotary = table.present_method, table.rotary
-        spec = current.state.spec
-        stated = spec.target_length if table.method == spec.method else None
+        patch = current.state.patch
+        stated = patch.target_length if table.method == patch.method else None
         length = stated or method.extended_length(rotary) or 4 * rotary.context_length
         return _of_method(method, rotary, length), None
     buffer = getattr(module, name)

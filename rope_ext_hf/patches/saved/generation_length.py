@@ -31,7 +31,7 @@ def _extended(stated: Any, state: PatchState) -> int | None:
     It stays where it is shorter than the context length, because then somebody chose it, and where the method has no
     extended length.
     """
-    context_length = min(state.record["before"]["max_position_embeddings"], state.spec.rotary.context_length)
+    context_length = min(state.record["before"]["max_position_embeddings"], state.patch.rotary.context_length)
     extended = state.encoding.extended_length
     if type(stated) is not int or extended is None:
         return None

@@ -113,7 +113,7 @@ def _complete(folder: Path, model: PreTrainedModel) -> None:
     state = patched_slots(model)[0].state
     if state.encoding.loads_plainly:
         return
-    if any(spec.loading_code for spec in (*state.below, state.spec)):
+    if any(patch.loading_code for patch in (*state.below, state.patch)):
         write_loading_code(folder)
     else:
         _warn_of_plain_loading(state)
@@ -121,7 +121,7 @@ def _complete(folder: Path, model: PreTrainedModel) -> None:
 
 def _warn_of_plain_loading(state: PatchState) -> None:
     """Warn that plain transformers raises an error when it loads the folder that was just saved."""
-    method, rotary = state.spec.method, state.spec.rotary
+    method, rotary = state.patch.method, state.patch.rotary
     native = ""
     approximate = method.approximate_rope_parameters(rotary)
     if approximate is not None:
@@ -191,10 +191,10 @@ def _as_saved(config: dict[str, Any]) -> dict[str, Any]:
 def _record_trained_values(model: nn.Module) -> None:
     """Bring the record of a patch, and the rope settings beside it, up to date with the parameter that it trains."""
     for slot in patched_slots(model):
-        if not slot.state.spec.method.trainable:
+        if not slot.state.patch.method.trainable:
             continue
-        spec = slot.present_spec
-        divisors = spec.method.longrope_parameters(spec.rotary)
+        patch = slot.present_patch
+        divisors = patch.method.longrope_parameters(patch.rotary)
         for config in (swap.patched for swap in slot.state.configs):
             record = vars(config).get(PATCH_KEY)
             if record is None:
@@ -205,7 +205,7 @@ def _record_trained_values(model: nn.Module) -> None:
                 if settings.get("rope_type") == "longrope":
                     settings |= {key: divisors[key] for key in ("short_factor", "long_factor")}
             config.rope_parameters = parameters
-            record |= spec.to_dict() | {"rope_parameters": copy.deepcopy(parameters)}
+            record |= patch.to_dict() | {"rope_parameters": copy.deepcopy(parameters)}
 
 
 @contextmanager

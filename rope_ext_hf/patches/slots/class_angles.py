@@ -100,13 +100,6 @@ def built_anew(module: nn.Module) -> nn.Module | None:
         return None
 
 
-def same_frequencies(inv_freq: Tensor, stated: Tensor) -> bool:
-    """Return whether the frequencies of a module are those that its config states, up to rounding."""
-    # A cast to bfloat16 or float16, which may have been undone since, leaves relative differences below 1e-2; another
-    # base or another number of dims leaves far larger ones. Near zero float16 keeps multiples of 6e-8 only.
-    return inv_freq.shape == stated.shape and torch.allclose(inv_freq.double().cpu(), stated, rtol=1e-2, atol=6e-8)
-
-
 def _on_cpu(model: nn.Module, module: nn.Module) -> nn.Module:
     """Return a copy of a model's rotary module on the CPU, its buffers filled as loading the model would fill them.
 

@@ -59,7 +59,7 @@ def _copy_changes(config: Any, before: Mapping[str, Any], other: Any) -> None:
 class PatchState:
     """Everything that a live model keeps about its patch; all its patched rotary modules share one object."""
 
-    spec: Patch  # the method, the rotary embedding that it extends, and the layers it is for
+    patch: Patch  # the method, the rotary embedding that it extends, and the layers it is for
     encoding: ConfigEncoding  # the settings that state the method in a config
     rule: str  # the reading of the config that gave the context length of the model under the patch
     notes: tuple[str, ...]  # sentences about the model's class and config, which `describe` prints

@@ -8,7 +8,7 @@ base).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Self
@@ -22,12 +22,12 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.config import ConfigRope
 from rope_ext_hf.models.layer_types import SLIDING, AttentionLayers, LayerType
 from rope_ext_hf.models.patch_records import Patch
-from rope_ext_hf.patches.slots.class_angles import built_anew, same_frequencies
+from rope_ext_hf.patches.slots.class_angles import built_anew
 from rope_ext_hf.patches.slots.patch_state import PatchState
-from rope_ext_hf.patches.slots.slot_rotary import rotary_for_slot
+from rope_ext_hf.patches.slots.slot_rotary import MultipliedRotaryEmbedding, RemappedRotaryEmbedding
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 
-__all__ = ["active_patches", "first_scaled", "patch_state"]
+__all__ = ["active_patches", "patch_state"]
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,6 @@ def _frequency_name(layer_type: LayerType) -> str:
     return "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
 
 
-def first_scaled(slots: Sequence[Slot]) -> Slot:
-    """Return the first slot whose layers a method applies to; without such a slot, the first slot."""
-    return next((slot for slot in slots if slot.scaled_layers), slots[0])
-
-
 _ROTATION_ATTRIBUTES = ("original_inv_freq", "inv_freq", "attention_scaling")
 """Attributes of transformers' rotary modules that state their rotation.
 
@@ -162,15 +157,17 @@ class PatchedRotaryEmbedding(nn.Module):
         self.tables = nn.ModuleDict()
         for layer_type, rope in slot.as_loaded.items():
             scaled = layer_type in slot.scaled_layers
-            self.tables[layer_type or "all"] = rotary_for_slot(
-                method if scaled else rope.method,
-                rotary if scaled else rope.plain,
-                source=slot.module,
-                log_multiplier=slot.log_multiplier,
-                layout=slot.layout,
-                cast=slot.cast,
-                axis_of_pair=slot.axis_of_pair[layer_type],
-            )
+            applied = (method, rotary) if scaled else (rope.method, rope.plain)
+            settings: dict[str, Any] = {"layout": slot.layout, "cast": slot.cast}
+            settings["axis_of_pair"] = slot.axis_of_pair[layer_type]
+            if slot.log_multiplier is not None:  # the model multiplies its frequencies by learned numbers
+                source, buffer = slot.module, slot.log_multiplier
+                table: RotaryEmbedding = MultipliedRotaryEmbedding(*applied, source=source, buffer=buffer, **settings)
+            elif isinstance(applied[0], RemappingMethod):  # an attention function does the rest of the rotation
+                table = RemappedRotaryEmbedding(*applied, **settings)
+            else:
+                table = RotaryEmbedding(*applied, **settings)
+            self.tables[layer_type or "all"] = table
         self.axes = slot.axes
         self._as_loaded = slot.as_loaded
         self._kept_length: int | None = None  # the longest row that the module as loaded still rotates itself
@@ -195,12 +192,12 @@ class PatchedRotaryEmbedding(nn.Module):
         """Return the method and those of its parameters that are not its defaults, for `print(model)`."""
         if self._state is None:
             return super().__repr__()
-        spec = self._state.spec
-        values = {each.name: (getattr(spec.method, each.name), each.default) for each in fields(spec.method)}
+        patch = self._state.patch
+        values = {each.name: (getattr(patch.method, each.name), each.default) for each in fields(patch.method)}
         stated = {name: value for name, (value, default) in values.items() if value != default}
-        if spec.layers is not None:
-            stated["layers"] = spec.layers
-        shown = [spec.method.name, *(f"{name}={_shown(value)}" for name, value in stated.items())]
+        if patch.layers is not None:
+            stated["layers"] = patch.layers
+        shown = [patch.method.name, *(f"{name}={_shown(value)}" for name, value in stated.items())]
         return f"PatchedRotaryEmbedding({', '.join(shown)})"
 
     def __getattr__(self, name: str) -> Any:
@@ -272,15 +269,15 @@ class PatchedRotaryEmbedding(nn.Module):
         return self._state
 
     @property
-    def present_spec(self) -> Patch:
+    def present_patch(self) -> Patch:
         """The patch, with the values that its trainable parameter has now."""
-        spec = self.state.spec
-        if not spec.method.trainable:
-            return spec
+        patch = self.state.patch
+        if not patch.method.trainable:
+            return patch
         for table in tables_of([self]):
-            if table.method == spec.method:
-                return replace(spec, method=table.present_method)
-        return spec
+            if table.method == patch.method:
+                return replace(patch, method=table.present_method)
+        return patch
 
     def table(self, name: str) -> RotaryEmbedding:
         """Return the rotary embedding of a layer type, or of "all" layers."""
@@ -334,9 +331,8 @@ class PatchedRotaryEmbedding(nn.Module):
         module = built_anew(self.replaced)
         tensors = {} if module is None else _tensors(module)
         for layer_type, rope in self._as_loaded.items():
-            stated = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq
             inv_freq = tensors.get(_frequency_name(layer_type))
-            if inv_freq is not None and not same_frequencies(inv_freq, stated):
+            if inv_freq is not None and not rope.describes(inv_freq):
                 return {}
         return tensors
 
@@ -458,4 +454,4 @@ def active_patches(model: nn.Module) -> tuple[Patch, ...]:
     The last one has the values that its trainable parameter has now.
     """
     slots = patched_slots(model)
-    return (*slots[0].state.below, slots[0].present_spec) if slots else ()
+    return (*slots[0].state.below, slots[0].present_patch) if slots else ()

@@ -19,23 +19,16 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.families import family
-from rope_ext_hf.patches.slots.patch_state import PatchState
 from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, Slot
 from rope_ext_hf.patches.slots.slot_finding import rotary_modules
 
 
-def make_replacement(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedRotaryEmbedding:
-    """Return the module that a patch will put in a slot, the place of a rotary module; do not change the model yet."""
-    kind = _PatchedTable if slot.is_table else PatchedRotaryEmbedding
-    return kind(slot, method, rotary, state)
-
-
-def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> None:
-    """Check that a method can replace the tables of angles in a model; without such a table every method passes.
+def check_table_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> None:
+    """Check that a method can replace the tables of angles in a model.
 
     Raises:
-        UnsupportedModelError: the model has such a table, and the method changes attention, rotates rows of different
-            lengths differently, or has an attention factor that would scale the values too.
+        UnsupportedModelError: the method changes attention, rotates rows of different lengths differently, or has an
+            attention factor that would scale the values too.
     """
     for slot in slots:
         if not slot.is_table:
@@ -59,7 +52,7 @@ def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> N
             )
 
 
-class _PatchedTable(PatchedRotaryEmbedding):
+class PatchedTable(PatchedRotaryEmbedding):
     """The module that stands in the place of a table of angles while a model is patched.
 
     A state_dict holds the table of the patched model, under the name that the model's class reads. A table in a

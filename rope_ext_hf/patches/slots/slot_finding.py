@@ -1,15 +1,14 @@
 """Find a model's rotary modules by their structure, not by the names of their classes.
 
 A slot is a module that holds `inv_freq` (or `<layer type>_inv_freq`), takes `position_ids`, and belongs to the model's
-text config. The arrangement of its angles is what its own forward does with a few made-up frequencies, see
-`layout_probe`. A family that keeps a table of angles in its weights instead (RoFormer) is read otherwise; see
-`roformer`.
+text config. Most families compute cos and sin as Llama does. For the others, the arrangement is what their own forward
+does with a few made-up frequencies, see `layout_probe`. A family that keeps a table of angles in its weights instead
+(RoFormer) is read otherwise; see `roformer`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +18,12 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.models.config import ConfigRope, read_rope
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.layer_types import AttentionLayers, Layers, LayerType
-from rope_ext_hf.patches.slots.class_angles import same_frequencies
-from rope_ext_hf.patches.slots.layout_probe import AngleLayout, probe_layout
+from rope_ext_hf.patches.slots.layout_probe import AngleLayout, computes_as_llama, probe_layout
 from rope_ext_hf.patches.slots.patched_slot import (
     PatchedRotaryEmbedding,
     Slot,
     check_filled,
     check_is_model,
-    patched_slots,
 )
 from rope_ext_hf.patches.slots.slot_refusals import no_config, no_rotary_module, reads_no_tokens
 
@@ -63,16 +60,6 @@ def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
         if any("input_ids" in inspect.signature(type(module).forward).parameters for module in model.modules()):
             raise
         raise reads_no_tokens(model, modules[0].module) from error
-
-
-def own_length_dependent(model: nn.Module) -> Iterator[str]:
-    """Yield the names of an unpatched model's own methods that follow the length of the input; none if patched."""
-    if patched_slots(model):
-        return
-    for slot in find_slots(model):
-        for own in slot.as_loaded.values():
-            if own.method.depends_on_length(own.plain):
-                yield own.method.name
 
 
 def rotary_modules(model: nn.Module) -> list[_RotaryModule]:
@@ -130,25 +117,27 @@ def _slot(rotary_module: _RotaryModule, chosen_layers: Layers | None, *, several
     `chosen_layers`: see `find_slots`; `several`: the model has other rotary modules beside this one.
     """
     parent, attribute, module, config = rotary_module
-    check_filled(module)
     is_table = attribute == family(config.model_type).angle_table
     as_loaded: dict[LayerType, ConfigRope] = {}
     axis_of_pair: dict[LayerType, tuple[int, ...] | None] = {}
     angles, log_multiplier, axes = AngleLayout("bare", True, None), None, 1
     if is_table:
         as_loaded[None], axis_of_pair[None] = _rope_of_table(module, config), None
-    else:
-        for layer_type, name in frequency_buffers(module).items():
-            # The buffer itself may hold the frequencies of the last input, in a class that follows the length.
-            inv_freq = getattr(module, name.removesuffix("inv_freq") + "original_inv_freq", getattr(module, name))
-            as_loaded[layer_type] = rope = read_rope(config, 2 * inv_freq.shape[-1], layer_type)
+    for layer_type, name in frequency_buffers(module).items() if not is_table else ():
+        # The buffer itself may hold the frequencies of the last input, in a class that follows the length.
+        inv_freq = getattr(module, name.removesuffix("inv_freq") + "original_inv_freq", getattr(module, name))
+        as_loaded[layer_type] = rope = read_rope(config, 2 * inv_freq.shape[-1], layer_type)
+        # A patch computes from the config, so that the config must describe what the model does.
+        if inv_freq.device.type != "meta" and not rope.describes(inv_freq):
+            check_filled(module)
+            raise _another_geometry(config, rope)
+        if computes_as_llama(module):  # most families do: one axis, the half layout, and no multiplier
+            angles = AngleLayout("half", True, None)
+        else:
             stated = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq
-            # A patch computes from the config, so that the config must describe what the model does.
-            if inv_freq.device.type != "meta" and not same_frequencies(inv_freq, stated):
-                raise _another_geometry(config, rope)
             angles = probe_layout(module, stated.float(), layer_type)
-            axis_of_pair[layer_type], axes = angles.axis_of_pair, max(axes, angles.axes)
             log_multiplier = _log_multiplier(module, config, inv_freq.shape[-1])
+        axis_of_pair[layer_type], axes = angles.axis_of_pair, max(axes, angles.axes)
     layers = AttentionLayers(config)
     theta = as_loaded[None].plain.theta if several and None in as_loaded else None
     by_embedding = layers.layers_by_embedding(list(as_loaded), theta)
@@ -174,7 +163,8 @@ def _log_multiplier(module: nn.Module, config: Any, pairs: int) -> str | None:
     """Return the buffer whose exponential multiplies the frequencies of a module; None: it has none.
 
     Raises:
-        UnsupportedModelError: the module holds other numbers for its frequencies, which a patch would lose.
+        UnsupportedModelError: the module holds other numbers for its frequencies, which a patch would lose; or its own
+            numbers are missing.
     """
     known = family(config.model_type).learned_log_multiplier
     tensors = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
@@ -185,7 +175,10 @@ def _log_multiplier(module: nn.Module, config: Any, pairs: int) -> str | None:
             f"{type(module).__name__} holds {unknown[0]!r}, a number for each of its {pairs} frequencies that a "
             "replacement would drop"
         )
-    return known if known in learned else None
+    if known not in learned:
+        return None
+    check_filled(module)
+    return known
 
 
 def _rope_of_table(module: nn.Module, config: Any) -> ConfigRope:
@@ -203,6 +196,7 @@ def _rope_of_table(module: nn.Module, config: Any) -> ConfigRope:
         angles = torch.arange(len(first_rows), dtype=torch.float64)[:, None] * inv_freq
         stated = torch.cat((angles.sin(), angles.cos()), -1) * attention_factor
         if not torch.allclose(first_rows, stated, atol=2e-2):
+            check_filled(module)
             raise _another_geometry(config, rope)
     return rope
 

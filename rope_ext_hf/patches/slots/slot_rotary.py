@@ -1,6 +1,6 @@
 """Rotary modules that only a patched model needs: for remapping methods, and for a learned factor of the frequencies.
 
-Most methods need nothing but `RotaryEmbedding`; `rotary_for_slot` chooses.
+Most methods need nothing but `RotaryEmbedding`; `PatchedRotaryEmbedding` chooses.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
+from rope_ext_hf.methods.base import Frequencies
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.rotary.phase import fixed_point
 
 
-class _RemappedRotaryEmbedding(RotaryEmbedding):
+class RemappedRotaryEmbedding(RotaryEmbedding):
     """The rotary module of a remapping method: it rotates queries and keys to the position at which keys are stored.
 
     The attention function then rotates them on, from there to the relative positions of the method. Under ReRoPE, for
@@ -44,7 +44,7 @@ class _RemappedRotaryEmbedding(RotaryEmbedding):
         return super().forward(x, positions)
 
 
-class _MultipliedRotaryEmbedding(RotaryEmbedding):
+class MultipliedRotaryEmbedding(RotaryEmbedding):
     """The rotary module of a model that multiplies each frequency by the exponential of a learned number.
 
     The numbers are the buffer or parameter `buffer` of `source`, (dim // 2,): the module that was in the slot, which
@@ -73,22 +73,3 @@ class _MultipliedRotaryEmbedding(RotaryEmbedding):
             return super()._frequency_of_call(position_ids, device)
         inv_freq, attention_factor = self._frequencies_at(self.fixed_length)
         return fixed_point(self._multiply(inv_freq)).to(device), attention_factor
-
-
-def rotary_for_slot(
-    method: RopeMethod, rotary: Rotary, *, source: nn.Module, log_multiplier: str | None, **settings: Any
-) -> RotaryEmbedding:
-    """Return a rotary module that computes cos and sin of a method in a slot of a model.
-
-    Args:
-        method: the method; of a remapping method the module carries out the part that comes before attention.
-        rotary: the rotary embedding that the method extends.
-        source: the module that the model was loaded with.
-        log_multiplier: the buffer of `source` whose exponential multiplies its frequencies; None: it has none.
-        settings: layout, cast and axis_of_pair of `RotaryEmbedding`.
-    """
-    if log_multiplier is not None:
-        return _MultipliedRotaryEmbedding(method, rotary, source=source, buffer=log_multiplier, **settings)
-    if isinstance(method, RemappingMethod):
-        return _RemappedRotaryEmbedding(method, rotary, **settings)
-    return RotaryEmbedding(method, rotary, **settings)

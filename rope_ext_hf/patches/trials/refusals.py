@@ -18,9 +18,9 @@ from torch import nn
 from rope_ext_hf.errors import FingerprintError, LengthError, MethodError, UnsupportedModelError, short
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.forward.forward_call import HOLD_ONE_LENGTH
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.saved.fingerprint import fingerprint_of
 from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, active_patches, patched_slots, tables_of
-from rope_ext_hf.patches.slots.slot_finding import own_length_dependent
 
 __all__ = ["check_context_parallel", "check_trainers_above", "unwrapped"]
 
@@ -41,7 +41,8 @@ def check_context_parallel(model: nn.Module) -> None:
         UnsupportedModelError: the model has no rotary embeddings that could be replaced.
     """
     rule = "under context parallelism each process holds only a part of every row"
-    for table in tables_of(patched_slots(model)):
+    slots = patched_slots(model)
+    for table in tables_of(slots):
         if isinstance(table.method, RemappingMethod):
             raise MethodError(
                 f"{rule}, and {table.method.name} needs all keys at their places; choose a frequency method, such as "
@@ -52,7 +53,7 @@ def check_context_parallel(model: nn.Module) -> None:
                 f"{rule}, and the frequencies of {table.method.name} follow the longest position of each part; hold "
                 "one length: with rope_ext_hf.fixed_length(model, LENGTH): trainer.train()"
             )
-    own_method = next(own_length_dependent(model), None)
+    own_method = None if slots else ModelRope.of_model(model).own_length_dependent
     if own_method is not None:
         raise MethodError(
             f"{rule}, and the model's own {own_method} takes the length of the input from that part; patch the model "
@@ -136,7 +137,7 @@ def _differences(model: nn.Module, second: nn.Module) -> list[str]:
     try:
         expected, actual = fingerprint_of(model), fingerprint_of(second)
     except UnsupportedModelError:  # a family that rotates by a table
-        methods, others = ([spec.method for spec in active_patches(loaded)] for loaded in (model, second))
+        methods, others = ([patch.method for patch in active_patches(loaded)] for loaded in (model, second))
         return [] if methods == others else ["It is patched otherwise."]
     return expected.differences(replace(actual, length=expected.length))
 

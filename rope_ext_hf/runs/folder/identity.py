@@ -36,7 +36,7 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.models.patch_records import Patch
-from rope_ext_hf.patches.base_rope import base_rope_of_model
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.reading.text.documents import Tokens
@@ -100,19 +100,19 @@ class BaseRotary:
     below: tuple[Patch, ...] = ()
 
     @classmethod
-    def from_specs(cls, specs: tuple[Patch, ...]) -> BaseRotary:
+    def from_patches(cls, patches: tuple[Patch, ...]) -> BaseRotary:
         """Return what the last of a model's patches was applied to.
 
-        `specs` are all patches of the model, the first one applied first.
+        `patches` are all patches of the model, the first one applied first.
         """
-        return cls(specs[-1].rotary, specs[-1].layers, specs[:-1])
+        return cls(patches[-1].rotary, patches[-1].layers, patches[:-1])
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON values, for the settings of a run."""
         return {
             "rotary": self.rotary.to_dict(),
             "layers": self.layers,
-            "below": [spec.to_dict() for spec in self.below],
+            "below": [patch.to_dict() for patch in self.below],
         }
 
 
@@ -129,11 +129,12 @@ def find_base_rotary(
         methods: the methods; None stands for the model as it is.
         over, context_length: as `rope_ext_hf.patch` takes them.
     """
-    specs = active_patches(model)
-    if specs and over == "own" and context_length is None and all(method == specs[-1].method for method in methods):
-        return BaseRotary.from_specs(specs)
-    under = base_rope_of_model(model, over=over, context_length=context_length)
-    return BaseRotary(under.rotary, None, under.live)
+    patches = active_patches(model)
+    if patches and over == "own" and context_length is None and all(method == patches[-1].method for method in methods):
+        return BaseRotary.from_patches(patches)
+    rope = ModelRope.of_model(model)
+    base = rope.base(over, context_length)
+    return BaseRotary(base.rotary, None, base.below if rope.is_patched else ())
 
 
 def results_of_model(run: Run[Any], model: nn.Module, name: str) -> tuple[Run[Any], Method]:
@@ -149,11 +150,11 @@ def results_of_model(run: Run[Any], model: nn.Module, name: str) -> tuple[Run[An
     Raises:
         FileError: the run has no result of this method on this rotary embedding.
     """
-    specs, unpatched = active_patches(model), run.settings["loaded"]
-    method = specs[-1].method.to_dict() if specs else unpatched
-    if len(specs) == 1 and isinstance(specs[-1].method, Default) and not run.select([method]).results:
+    patches, unpatched = active_patches(model), run.settings["loaded"]
+    method = patches[-1].method.to_dict() if patches else unpatched
+    if len(patches) == 1 and isinstance(patches[-1].method, Default) and not run.select([method]).results:
         method = unpatched  # it changes nothing but the length in the config
-    base_rotary = BaseRotary.from_specs(specs).to_dict() if specs else run.settings["basis"]
+    base_rotary = BaseRotary.from_patches(patches).to_dict() if patches else run.settings["basis"]
     chosen = run.select([unpatched, method])
     has_method = any(result.key == method_key(method) for result in chosen.results)
     if not has_method or json.loads(json.dumps(base_rotary)) != json.loads(json.dumps(run.settings["basis"])):
@@ -177,24 +178,24 @@ def model_key(
         over: as `rope_ext_hf.patch` takes it.
         measuring: the names of the Python modules whose code measures.
     """
-    specs = active_patches(model)
-    measures_present_patch = None in methods or (specs and base_rotary == BaseRotary.from_specs(specs))
+    patches = active_patches(model)
+    measures_present_patch = None in methods or (patches and base_rotary == BaseRotary.from_patches(patches))
     return {
         "weights": model_digest(model),
         "over": over,
         "basis": base_rotary.to_dict(),
-        "patches": [spec.to_dict() for spec in specs] if None in methods else [],
-        "of_patch": _further_arguments(specs[-1]) if specs and measures_present_patch else {},
+        "patches": [patch.to_dict() for patch in patches] if None in methods else [],
+        "of_patch": _further_arguments(patches[-1]) if patches and measures_present_patch else {},
         "code": code_digest(model, *measuring),
     }
 
 
-def _further_arguments(spec: Patch) -> dict[str, Any]:
+def _further_arguments(patch: Patch) -> dict[str, Any]:
     """Return those arguments of a patch that are not defaults and that its method and `BaseRotary` do not show."""
     arguments: dict[str, Any] = {}
-    if spec.target_length not in (None, spec.method.extended_length(spec.rotary)):
-        arguments["target_length"] = spec.target_length
-    if spec.native:
+    if patch.target_length not in (None, patch.method.extended_length(patch.rotary)):
+        arguments["target_length"] = patch.target_length
+    if patch.native:
         arguments["native"] = True
     return arguments
 

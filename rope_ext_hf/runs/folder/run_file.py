@@ -30,7 +30,7 @@ from rope_ext_hf.files.whole import PlainLoader, with_tilde, write_text
 from rope_ext_hf.hub import model_commit
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import method_from_dict
-from rope_ext_hf.models.patch_records import saved_specs
+from rope_ext_hf.models.patch_records import saved_patches
 from rope_ext_hf.options.arguments import Options, anything, shell_line
 from rope_ext_hf.patches.loading import find_config
 from rope_ext_hf.patches.slots.patched_slot import active_patches
@@ -197,7 +197,7 @@ def _name_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
         return {IN_MEMORY: f"{name} with another tokenizer"}
     try:
         _, record, _ = find_config(name, local_files_only=True, revision=getattr(model.config, "_commit_hash", None))
-        same = list(active_patches(model)) == (saved_specs(record) if record else [])
+        same = list(active_patches(model)) == (saved_patches(record) if record else [])
     except (RopeExtError, OSError):
         same = False
     if not same:

@@ -143,9 +143,9 @@ class _Present:
         base = opened.base(over, context_length)
         scalings = [str(scaling) for scaling in scalings_underneath(base.rotary)]
         reached, rule = base.rotary.context_length, base.rule
-        if over != "own" or context_length is not None or not opened.specs:
+        if over != "own" or context_length is not None or not opened.patches:
             return cls(base.rotary, None, reached, rule, tuple(reversed(scalings)))
-        patch = opened.specs[-1]
+        patch = opened.patches[-1]
         extended = patch.target_length or patch.method.extended_length(patch.rotary)
         scalings.append(f"{patch.method.label()}, a patch" + (f", for {extended:,} tokens" if extended else ""))
         reached = max(reached, extended or 0)
@@ -262,8 +262,8 @@ class _Advisor:
         """
         if SERVING not in choices:
             return self.rotary, None
-        spec = self.opened.patch_spec(choices[SERVING][0], target_length=self.target_length, **self.base_arguments)
-        return spec.rotary, spec.method
+        patch = self.opened.planned_patch(choices[SERVING][0], target_length=self.target_length, **self.base_arguments)
+        return patch.rotary, patch.method
 
     def methods(self) -> list[MethodAdvice]:
         """Return the advice on every method that guidance.toml has guidance for, for a model of this kind."""
@@ -287,7 +287,7 @@ class _Advisor:
         encodings: dict[str, str | None] = {}
         refusals: dict[str, str] = {}
         try:
-            spec = self.opened.patch_spec(name, target_length=self.target_length, **self.base_arguments)
+            patch = self.opened.planned_patch(name, target_length=self.target_length, **self.base_arguments)
             refusal = self.opened.refusal(name, target_length=self.target_length, **self.base_arguments)
             if refusal is not None:
                 raise refusal
@@ -296,12 +296,12 @@ class _Advisor:
         except UnsupportedModelError as error:
             why = one_line(error)
         else:
-            kind = _kind(spec.method)
+            kind = _kind(patch.method)
             models = [model.noun for model in helped(deciding(rises))]
             why = self._why(name, guidance, deciding(rises), models)
-            short_inputs = self._short_inputs(spec.method)
+            short_inputs = self._short_inputs(patch.method)
             if kind == "static":
-                encodings, refusals = self._engines(name, spec)
+                encodings, refusals = self._engines(name, patch)
         return MethodAdvice(
             method=name,
             kind=kind,
@@ -343,7 +343,7 @@ class _Advisor:
             return "change"
         return f"rise by {signed({rise.model.name: rise.increase for rise in rises})}"
 
-    def _engines(self, name: str, spec: Patch) -> tuple[dict[str, str | None], dict[str, str]]:
+    def _engines(self, name: str, patch: Patch) -> tuple[dict[str, str | None], dict[str, str]]:
         """Return how each engine serves a patch (None: it refuses), and the reasons of the engines that refuse.
 
         `name` is the name of the method.
@@ -351,7 +351,7 @@ class _Advisor:
         encodings: dict[str, str | None] = {}
         refusals: dict[str, str] = {}
         try:
-            target = make_target(self.opened, spec)
+            target = make_target(self.opened, patch)
         except (MethodError, ServingError) as error:
             return encodings, dict.fromkeys(self.engine_names, one_line(error))
         for engine in self.engines:

@@ -278,10 +278,10 @@ def plan_extension(
     engine = find_engine(options.engine)
     loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     opened = open_model(model, **loading)
-    if opened.specs:
+    if opened.patches:
         serve = command_line("serve-config", model, engine=engine.name)
         raise MethodError(
-            f"{model} carries a patch, {opened.specs[-1].method.label()}, which a new one would replace; extend the "
+            f"{model} carries a patch, {opened.patches[-1].method.label()}, which a new one would replace; extend the "
             f"model that it was made from, or serve it as it is: `{serve}`"
         )
     ask = partial(advise, opened, target_length, server=options.server, **base_arguments)
@@ -384,10 +384,10 @@ def carries(extension: Extension, *, revision: str | None = None, trust_remote_c
     out = Path(extension.out)
     if not out.exists():
         return False
-    specs = open_model(extension.out).specs if (out / "config.json").is_file() else []
-    spec = specs[-1] if len(specs) == 1 else None
+    patches = open_model(extension.out).patches if (out / "config.json").is_file() else []
+    patch = patches[-1] if len(patches) == 1 else None
     planned = (extension.method, extension.target_length, extension.context_length)
-    if spec is None or (spec.method.name, spec.target_length, spec.rotary.context_length) != planned:
+    if patch is None or (patch.method.name, patch.target_length, patch.rotary.context_length) != planned:
         raise MethodError(f"{extension.out!r} exists already and is something else; give --out another name")
     load_empty(out, trust_remote_code=trust_remote_code)  # raises an error for a damaged record of the patch
     different = unlike_copies(model_folder(extension.model, revision=revision), out)

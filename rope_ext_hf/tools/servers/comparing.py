@@ -56,13 +56,13 @@ class Comparison:
         Raises:
             ServingError: the answers are about tokens outside the model's vocabulary.
         """
-        specs = active_patches(model)
+        patches = active_patches(model)
         answers = _Answers(self.collected.prompts, model)
         elimination = self._eliminate(answers, configurations)
         report = ServerReport(
             url=str(self.url),
             server=self.collected.server,
-            method=specs[-1].method.label() if specs else "the model as published",
+            method=patches[-1].method.label() if patches else "the model as published",
             runs=None,
             closest=elimination.closest,
             precision=None,

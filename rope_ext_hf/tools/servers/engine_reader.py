@@ -32,8 +32,8 @@ from rope_ext_hf.errors import MethodError, ServingError, one_line
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.models.model_classes import vocabulary_size
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.slots.patched_slot import active_patches
-from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.reading.cost.memory import GPU_WORKING_BYTES
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.conclusions.labels import label
@@ -240,7 +240,9 @@ def _check_lengths(
 ) -> None:
     """Raise ServingError if the frequencies of a method are not the same at all of these lengths."""
     if method is None:
-        ropes = [(rope.method, rope.plain) for slot in find_slots(empty) for rope in slot.as_loaded.values()]
+        ropes = [
+            (rope.method, rope.plain) for slot in ModelRope.of_model(empty).slots for rope in slot.as_loaded.values()
+        ]
     else:
         ropes = [(method, open_model(empty).base(**base).rotary)]
     for rope_method, rotary in ropes:
@@ -381,12 +383,12 @@ class EngineScorer:
         They are compared on the first text of each length.
         """
         self._stop()
-        specs = active_patches(self.model)
-        method = None if specs == self.loaded and None in self.configs else specs[-1].method
+        patches = active_patches(self.model)
+        method = None if patches == self.loaded and None in self.configs else patches[-1].method
         expected = self._transformers_losses()
         self.process = self._new_process(self.configs[method])
         self._compare(self._read(self.process, [(ids, 1) for ids, _ in self.spans]), expected, method)
-        self.running = specs
+        self.running = patches
         return self.process
 
     def _stop(self) -> None:

@@ -42,10 +42,10 @@ def configurations(model: Any, unpatched: Rotary) -> dict[str, Configuration]:
         unpatched: the model's rotary embedding without a patch.
     """
     by_name: dict[str, Configuration] = {AS_MEASURED: nullcontext}
-    specs = active_patches(model)
-    if specs:
+    patches = active_patches(model)
+    if patches:
         by_name["without the patch"] = partial(patched, model, "default")
-        method, rotary, length = specs[-1].method, specs[-1].rotary, specs[-1].target_length
+        method, rotary, length = patches[-1].method, patches[-1].rotary, patches[-1].target_length
     elif unpatched.own is not None:
         method, rotary, length = unpatched.own.method, unpatched.own.rotary, unpatched.own.context_length
     else:
@@ -53,7 +53,7 @@ def configurations(model: Any, unpatched: Rotary) -> dict[str, Configuration]:
     if not isinstance(method, RemappingMethod):
         length = length or method.extended_length(rotary) or rotary.context_length
         for name, (inv_freq, factor) in different_frequencies(method, rotary, length):
-            if specs and unpatched.own is None and name == "no scaling at all":
+            if patches and unpatched.own is None and name == "no scaling at all":
                 continue  # the same as the model without the patch
             plain = rotary.theta_inv_freq()
             divisors = torch.where(plain > 0, plain / inv_freq, 1.0)  # some families leave pairs unrotated

@@ -17,7 +17,7 @@ from rope_ext_hf.files.gguf_files import read_file_rope
 from rope_ext_hf.files.whole import foreign_errors, mistral_format_files, read_json
 from rope_ext_hf.hub import model_folder
 from rope_ext_hf.models.config_keys import rope_settings, text_settings, unread_settings
-from rope_ext_hf.models.patch_records import PATCH_KEY, checked_specs
+from rope_ext_hf.models.patch_records import PATCH_KEY, checked_patches
 from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
 from rope_ext_hf.tools.engines.base import Engine, NotCheckedError, list_engines, reference_engine
@@ -277,7 +277,7 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
     for part in (config, config.get("text_config")):
         if isinstance(part, Mapping) and PATCH_KEY in part:
             try:
-                checked_specs(part[PATCH_KEY], "this config")
+                checked_patches(part[PATCH_KEY], "this config")
             except CheckpointError as error:
                 problems.append(one_line(error))
     try:

@@ -11,9 +11,9 @@ from rope_ext_hf.models.families import family
 from rope_ext_hf.models.family_settings import check_stated
 from rope_ext_hf.models.layer_types import LayerType
 from rope_ext_hf.models.model_classes import empty_model
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.slots.class_angles import ClassAngles, softmax_multiple
-from rope_ext_hf.patches.slots.patched_slot import first_scaled
-from rope_ext_hf.patches.slots.slot_finding import find_slots, rotary_modules
+from rope_ext_hf.patches.slots.slot_finding import rotary_modules
 
 
 def check_described(config: Mapping[str, Any]) -> None:
@@ -55,11 +55,12 @@ class ClassRotary:
         self.note: str | None = None
         self._layer_type: LayerType = None
         try:
-            slot = first_scaled(find_slots(model))
+            rope = ModelRope.of_model(model)
         except UnsupportedModelError:  # the class can be run, but not patched
             [(_, _, module, self.config)] = rotary_modules(model)
             self._angles = ClassAngles(model, module, None)
             return
+        slot = rope.slot
         self._layer_type = (*slot.scaled_layers, *slot.as_loaded)[0]
         self._angles, self.config = ClassAngles(model, slot.module, slot.layout), slot.config
         described = slot.as_loaded[self._layer_type]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,25 +16,16 @@ from torch import nn
 from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.models.config import rope_dict
+from rope_ext_hf.methods.registry import resolve_method, stated_length
+from rope_ext_hf.models.config import rope_by_sizes, rope_dict
 from rope_ext_hf.models.families import family
-from rope_ext_hf.models.layer_types import SLIDING, AttentionLayers
+from rope_ext_hf.models.layer_types import SLIDING
 from rope_ext_hf.models.model_classes import empty_model
-from rope_ext_hf.models.patch_records import Patch, before_patches, recorded_specs, saved_specs
+from rope_ext_hf.models.patch_records import Patch, saved_patches
 from rope_ext_hf.models.patched_config import config_encoding, softmax_scale, write_settings
 from rope_ext_hf.models.recipes import Recipe, find_recipe, recipe_note, recipe_warning
-from rope_ext_hf.patches.base_rope import (
-    BaseRope,
-    base_rope_of_config,
-    fill_parameters,
-    rope_of_config,
-    rope_of_layers,
-    stated_length,
-)
+from rope_ext_hf.patches.model_rope import BaseRope, ModelRope
 from rope_ext_hf.patches.planning import plan_patch
-from rope_ext_hf.patches.slots.patched_slot import active_patches
-from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.patches.small_replica import refusal, small_replica
 
 if TYPE_CHECKING:
@@ -47,44 +37,44 @@ class ConfigModel:
 
     Attributes:
         config: the text config without patches.
-        specs: the patches that the model carries, bottom first.
+        patches: the patches that the model carries, bottom first.
         layers: the attention type of each layer, and which layers rotate.
+        rope: what this config says of the rope.
         described: the rotary embedding of the layers that a method applies to.
         layer_types: the types of these layers; [None]: all layers have the same rotary embedding.
         whole: a function that makes the whole model, on the meta device if it is not in memory.
     """
 
-    def __init__(self, config: Any, specs: Sequence[Patch] = (), whole: Callable[[], nn.Module] | None = None) -> None:
+    def __init__(
+        self, config: Any, patches: Sequence[Patch] = (), whole: Callable[[], nn.Module] | None = None
+    ) -> None:
         """Read a text config that has no patch recorded in it; `whole` defaults to a model of that config.
 
         Raises:
             UnsupportedModelError: a model without rotary embeddings, or with several.
         """
-        self.config, self.specs = config, list(specs)
+        self.config, self.patches = config, list(patches)
         self.whole: Callable[[], Any] = whole or self.empty_model
-        self.layers = AttentionLayers(config)
-        slots = []
-        with suppress(CheckpointError, UnsupportedModelError):  # without the class, the config alone has to do
-            slots = find_slots(empty_model(config))
-        self.described, self.layer_types = rope_of_config(self.layers, slots)
+        self.rope = ModelRope.of_config(config)
+        self.layers, self.described = self.rope.layers, self.rope.embedding
+        self.layer_types = list(self.rope.layer_types)
 
     @staticmethod
     def parts_of(model: nn.Module) -> tuple[Any, list[Patch]]:
         """Return the text config of a model in memory without its patches, and these patches, bottom first."""
-        config = find_slots(model)[0].config
-        specs = list(active_patches(model)) or recorded_specs(config)
-        return before_patches(config), specs
+        rope = ModelRope.of_model(model)
+        return rope.config, list(rope.patches)
 
     @classmethod
     def of_record(cls, config: Any, record: Mapping[str, Any] | None, **arguments: Any) -> Self:
         """Return the model that a text config describes, with the patches in the record that its folder holds."""
-        return cls(config=config, specs=[] if record is None else saved_specs(record), **arguments)
+        return cls(config=config, patches=[] if record is None else saved_patches(record), **arguments)
 
     def base(self, over: str = "own", context_length: Length | None = None) -> BaseRope:
         """Return the rotary embedding that a patch would extend; the arguments are those of `rope_ext_hf.patch`."""
-        return base_rope_of_config(self.described, over, context_length, self.config)
+        return self.rope.base(over, context_length)
 
-    def patch_spec(
+    def planned_patch(
         self,
         method: str | RopeMethod,
         *,
@@ -95,20 +85,20 @@ class ConfigModel:
         **params: Any,
     ) -> Patch:
         """Return the patch that `rope_ext_hf.patch` would apply, with every parameter of the method filled in."""
-        rotary, target = self.base(over, context_length).rotary, parse_length(target_length)
-        resolved = resolve_method(method, rotary, factor=factor, target_length=target, **params)
-        length = target or stated_length(resolved, rotary, factor)
-        bound = fill_parameters(resolved, rotary, self.config, length)
-        return Patch(bound, rotary, length or bound.extended_length(rotary))
+        base, target = self.base(over, context_length), parse_length(target_length)
+        resolved = resolve_method(method, base.rotary, factor=factor, target_length=target, **params)
+        length = target or stated_length(resolved, base.rotary, factor)
+        bound = base.bind(resolved, length)
+        return Patch(bound, base.rotary, length or bound.extended_length(base.rotary))
 
-    def patched_config(self, spec: Patch) -> Any:
+    def patched_config(self, patch: Patch) -> Any:
         """Return a copy of the text config as the patched model would be saved.
 
         Raises:
             UnsupportedModelError: no full-attention layer rotates, and the patch is for these.
         """
-        self.layers.check_method(spec.method, spec.layers)
-        encoding = config_encoding(self.config, spec, self.layer_types[0])
+        self.layers.check_method(patch.method, patch.layers)
+        encoding = config_encoding(self.config, patch, self.layer_types[0])
         patched = copy.deepcopy(self.config)
         write_settings(patched, encoding, self.layer_types)
         patched.max_position_embeddings = encoding.saved_length
@@ -128,11 +118,11 @@ class ConfigModel:
         """Return what the publisher states about the model's context in a sentence, see `recipe_note`; else None."""
         return recipe_note(self.config, rotary, method)
 
-    def notes_on(self, spec: Patch) -> tuple[str, ...]:
+    def notes_on(self, patch: Patch) -> tuple[str, ...]:
         """Return notes on layers that a patch does not reach, and on a published setting that it differs from."""
         notes = (
-            self.layers.unrotated_note(spec.method),
-            recipe_warning(self.config, spec.rotary, spec.method, spec.target_length),
+            self.layers.unrotated_note(patch.method),
+            recipe_warning(self.config, patch.rotary, patch.method, patch.target_length),
         )
         return tuple([note for note in notes if note])
 
@@ -141,7 +131,7 @@ class ConfigModel:
         parameters = getattr(self.config, "rope_parameters", None) or {}
         for layer_type, settings in parameters.items():
             if layer_type in SLIDING and isinstance(settings, Mapping):
-                return self.layers.sliding_note(rope_of_layers(self.config, layer_type), length)[0]
+                return self.layers.sliding_note(rope_by_sizes(self.config, layer_type), length)[0]
         return self.layers.sliding_note(None, length)[0]
 
     @cached_property

@@ -58,12 +58,12 @@ class Model(ConfigModel):
         config: Any,
         *,
         composite: bool,
-        specs: list[Patch],
+        patches: list[Patch],
         whole: Callable[[], Any] | None = None,
         given_name: str = "",
         mistral_format: bool = False,
     ) -> None:
-        super().__init__(config, specs, whole)
+        super().__init__(config, patches, whole)
         self.name = self.folder = name
         self.given_name, self.composite, self.mistral_format = given_name or name, composite, mistral_format
 
@@ -84,14 +84,14 @@ def open_model(
     if isinstance(model, Model):
         return model
     if isinstance(model, nn.Module):
-        config, specs = Model.parts_of(model)
+        config, patches = Model.parts_of(model)
         whole_config: Any = getattr(model, "config", config)
         name = getattr(whole_config, "_name_or_path", "") or "MODEL"
         return Model(
             name,
             config,
             composite=getattr(whole_config, "text_config", None) is not None,
-            specs=specs,
+            patches=patches,
             whole=lambda: model,
             mistral_format=Path(name, "params.json").is_file(),
         )
@@ -154,16 +154,16 @@ def make_target(
         raise MethodError("a factor, a length or a parameter was given without a method; give the method too")
     as_loaded = over == "own" and context_length is None
     if isinstance(method, Patch):
-        spec = method
-    elif method is None and model.specs and as_loaded:
-        spec = model.specs[-1]
+        patch = method
+    elif method is None and model.patches and as_loaded:
+        patch = model.patches[-1]
     else:
         if isinstance(method, str) and registered_name(method) in list_methods() and target_length is not None:
             base = model.base(over, context_length)
             if target_length <= base.rotary.context_length:
                 reason = needs_nothing(base.rotary.context_length, target_length, base.rule)
                 raise MethodError(f"{reason} Leave the method out (--method) to serve the model as it is")
-        spec = model.patch_spec(
+        patch = model.planned_patch(
             method or "default",
             factor=factor,
             target_length=target_length,
@@ -171,8 +171,8 @@ def make_target(
             context_length=context_length,
             **params,
         )
-    _check_runs_on_engines(spec.method)
-    return _target(model, spec, changes_nothing=method is None and not model.specs and as_loaded)
+    _check_runs_on_engines(patch.method)
+    return _target(model, patch, changes_nothing=method is None and not model.patches and as_loaded)
 
 
 def _check_runs_on_engines(method: RopeMethod) -> None:
@@ -195,7 +195,7 @@ def _check_runs_on_engines(method: RopeMethod) -> None:
         )
 
 
-def _target(model: Model, spec: Patch, *, changes_nothing: bool) -> Target:
+def _target(model: Model, patch: Patch, *, changes_nothing: bool) -> Target:
     """Return the target for a method with fixed frequencies.
 
     With `changes_nothing` the model is to be served as published.
@@ -206,22 +206,22 @@ def _target(model: Model, spec: Patch, *, changes_nothing: bool) -> Target:
         raise ServingError(
             f"the config of {model.config.model_type!r} has no rope settings, so no engine reads any from it"
         )
-    length = spec.target_length or spec.method.extended_length(spec.rotary) or spec.rotary.context_length
-    inv_freq, attention_factor = spec.method.frequencies(spec.rotary, length)
+    length = patch.target_length or patch.method.extended_length(patch.rotary) or patch.rotary.context_length
+    inv_freq, attention_factor = patch.method.frequencies(patch.rotary, length)
     return Target(
         model=model.name,
         config=config,
-        patched=config if changes_nothing else model.patched_config(spec).to_dict(),
+        patched=config if changes_nothing else model.patched_config(patch).to_dict(),
         composite=model.composite,
         layer_type=layer_type,
         inv_freq=tuple(inv_freq.tolist()),
         attention_factor=attention_factor,
         softmax_scale=model.softmax_scale,
-        theta=spec.rotary.theta,
-        original=spec.rotary.trained_length,
+        theta=patch.rotary.theta,
+        original=patch.rotary.trained_length,
         length=max(length, length_setting(config)) if changes_nothing else length,
-        method="the model as published" if changes_nothing else spec.method.label(),
-        notes=() if changes_nothing else model.notes_on(spec),
+        method="the model as published" if changes_nothing else patch.method.label(),
+        notes=() if changes_nothing else model.notes_on(patch),
         mistral_format=model.mistral_format,
     )
 
@@ -362,7 +362,7 @@ def configure(
     if config.overrides and folder_commands is not None:
         config = replace(config, by_folder=folder_commands.commands(target, options))
     has_draft_layers = any(getattr(opened.config, key, None) for key in _DRAFT_KEYS)
-    if has_draft_layers and engine.drafts and (method is not None or opened.specs):
+    if has_draft_layers and engine.drafts and (method is not None or opened.patches):
         remarks.append(f"This model has draft layers. {engine.drafts}")
     return replace(config, command=(*config.command, *options), notes=(*config.notes, *target.notes, *remarks))
 
@@ -382,7 +382,7 @@ def _for_saved_config(
             if without_overrides.overrides is None:
                 return replace(without_overrides, encoding="as the folder's config.json has it")
         return config
-    if opened.specs and config.overrides is None and opened.name in config.command:
+    if opened.patches and config.overrides is None and opened.name in config.command:
         command = tuple(["MODEL" if word == opened.name else word for word in config.command])
         note = f"MODEL is the model as it was published: {opened.name} carries a patch, which this command is without."
         return replace(config, command=command, notes=(*config.notes, note))

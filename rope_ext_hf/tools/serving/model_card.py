@@ -133,7 +133,7 @@ def write_card(
 def _new_metadata(values: dict[str, Any], model: Any, base_model: str | None, *, is_adapter: bool) -> dict[str, Any]:
     """Return the metadata of a card with the tags, the library and the base model of a patched model."""
     tags: list[Any] = values["tags"] if isinstance(values.get("tags"), list) else []
-    own_tags = ["rope", "long-context", *[spec.method.name for spec in active_patches(model)[-1:]]]
+    own_tags = ["rope", "long-context", *[patch.method.name for patch in active_patches(model)[-1:]]]
     new = dict(values)
     new["tags"] = [*tags, *[tag for tag in own_tags if tag not in tags]]
     new.setdefault("library_name", "peft" if is_adapter else "transformers")

@@ -129,13 +129,13 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         assert self.expected is not None
         differences = self.expected.differences(trained)
         if differences:
-            specs = active_patches(model)
+            patches = active_patches(model)
             raise FingerprintError(
                 f"the checkpoint {str(folder)!r} was trained under {_method_in(folder)} (fingerprint "
                 f"{trained.digest}), but the model that would continue from it runs "
-                f"{label(specs[-1].method.to_dict() if specs else None)} (fingerprint {self.expected.digest}). In the "
-                f"checkpoint: {' '.join(differences)} Patch the model with the method of the checkpoint, or train in "
-                "another folder"
+                f"{label(patches[-1].method.to_dict() if patches else None)} (fingerprint {self.expected.digest}). "
+                f"In the checkpoint: {' '.join(differences)} Patch the model with the method of the checkpoint, or "
+                "train in another folder"
             )
 
     def _check(self, actual: Fingerprint, source: str) -> None:

@@ -19,7 +19,7 @@ from rope_ext_hf.checkpoints.rows.row_layouts import ProbedLayouts, RotaryTensor
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.models.families import families, family
 from rope_ext_hf.models.model_classes import empty_model
-from rope_ext_hf.patches.base_rope import checkpoint_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.rows.row_gradients import Recording
 from rope_ext_hf.patches.rows.row_probe import probe_rows, run_pairing
 from tests.support.checkpoint_folders import OTHER
@@ -252,7 +252,7 @@ def order(layout: RowLayout) -> list[int]:
 def test_the_table_and_the_probe_agree(name: str) -> None:
     """The table lists rows of some layers that do not rotate; to move queries and keys alike changes nothing there."""
     config = small_config(name)
-    listed = RotaryTensors(config, checkpoint_geometry(empty_model(config)).dim)
+    listed = RotaryTensors(config, ModelRope.of_checkpoint(config, empty_model(config)).rotary.dim)
     rows = probe_rows(config)
     probed = ProbedLayouts(rows)
     assert rows.pairing == families()[name].pairing

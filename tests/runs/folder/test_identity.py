@@ -44,8 +44,8 @@ def documents(count: int = 2) -> list[Tokens]:
 
 def key_as_it_is(model: Any) -> str:
     """The key under which `perplexity` and `passkey` measure a model, its patch left aside: a record says which."""
-    specs = active_patches(model)
-    methods = [specs[-1].method if specs else None]
+    patches = active_patches(model)
+    methods = [patches[-1].method if patches else None]
     return json.dumps(model_key(model, methods, find_base_rotary(model, methods, "own", None), "own"), sort_keys=True)
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_target_takes_the_trained_length(family: str) -> None:
-    target = make_target(Model("m", stating(family).config, composite=False, specs=[]), "linear", target_length=1024)
+    target = make_target(Model("m", stating(family).config, composite=False, patches=[]), "linear", target_length=1024)
     assert target.original == 256
     assert target.inv_freq[0] == pytest.approx(1 / 4)
 

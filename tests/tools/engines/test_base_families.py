@@ -28,7 +28,7 @@ def measured(name: str) -> dict[str, Any]:
 
 def target_of(family: str, method: str | None = "yarn", **params: Any) -> Any:
     params = params or ({"factor": 4.0} if method else {})
-    return make_target(Model("MODEL", small_config(family), composite=False, specs=[]), method, **params)
+    return make_target(Model("MODEL", small_config(family), composite=False, patches=[]), method, **params)
 
 
 def test_every_recorded_configuration_computes_the_same() -> None:

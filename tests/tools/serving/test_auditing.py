@@ -67,13 +67,13 @@ def test_layers_without_rope_are_named() -> None:
     note = "1 of the 4 full-attention layers do not rotate their queries and keys (no RoPE)"
     assert audit_config(smollm.to_dict()).notes == (f"{note}: the method does not reach them.",)
     assert f"note {note}" in unwrapped(audit_config(smollm.to_dict()))
-    model = Model("smollm", smollm, composite=False, specs=[])
+    model = Model("smollm", smollm, composite=False, patches=[])
     assert make_target(model, "linear", factor=2).notes == (f"{note}: the method does not reach them.",)
     assert make_target(model).notes == ()
     cohere = AutoConfig.for_model("cohere2", sliding_window=16, **sizes)
     assert audit_config(cohere.to_dict()).notes == ()
     with pytest.raises(UnsupportedModelError, match="none of the 1 full-attention layers"):
-        make_target(Model("cohere", cohere, composite=False, specs=[]), "yarn", factor=2)
+        make_target(Model("cohere", cohere, composite=False, patches=[]), "yarn", factor=2)
 
 
 def test_audit_finds_a_factor_that_is_applied_twice() -> None:

@@ -16,10 +16,10 @@ from tests.support.models import build
 def test_the_planned_patch_is_the_one_that_patch_applies() -> None:
     model = build("llama")
     planned = ConfigModel(model.config)
-    spec = planned.patch_spec("yarn", factor=4)
-    config = planned.patched_config(spec).to_dict()
+    patch = planned.planned_patch("yarn", factor=4)
+    config = planned.patched_config(patch).to_dict()
     rope.patch(model, "yarn", factor=4)
-    assert [spec] == list(active_patches(model))
+    assert [patch] == list(active_patches(model))
     assert config["rope_parameters"] == model.config.to_dict()["rope_parameters"]
     assert config["max_position_embeddings"] == 4 * planned.described.context_length
 
@@ -28,9 +28,9 @@ def test_a_patched_model_is_taken_without_its_patch() -> None:
     model = build("llama")
     before = ConfigModel(model.config).described
     rope.patch(model, "yarn", factor=4)
-    config, specs = ConfigModel.parts_of(model)
-    assert [each.method.name for each in specs] == ["yarn"]
-    assert ConfigModel(config, specs).described == before
+    config, patches = ConfigModel.parts_of(model)
+    assert [each.method.name for each in patches] == ["yarn"]
+    assert ConfigModel(config, patches).described == before
 
 
 def test_methods_are_tried_on_a_small_model_of_the_class() -> None:

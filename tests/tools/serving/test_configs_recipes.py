@@ -20,7 +20,7 @@ def test_the_arguments_give_what_transformers_computes_from_the_entry(name: str)
     assert recipe.entry is not None
     config = published(recipe)
     target = make_target(
-        Model("MODEL", copy.deepcopy(config), composite=False, specs=[]),
+        Model("MODEL", copy.deepcopy(config), composite=False, patches=[]),
         **recipe.arguments(config.max_position_embeddings),
     )
     config.rope_parameters = config.rope_parameters | recipe.entry

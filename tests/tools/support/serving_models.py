@@ -163,7 +163,7 @@ def served_model(family: str) -> Model:
     needs_family(settings["model_type"])
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     text = config.get_text_config()
-    return Model(family, text, composite=text is not config, specs=[])
+    return Model(family, text, composite=text is not config, patches=[])
 
 
 def methods_for(family: str, over: str) -> list[RopeMethod]:

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
-from rope_ext_hf.patches.base_rope import patch_geometry
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 
 FOLDER = Path(__file__).parents[2] / "conformance" / "configurations"
@@ -69,17 +69,17 @@ def test_what_a_loaded_model_is_for(name: str) -> None:
     assert described.attention_factor == pytest.approx(expected["rows"][-1]["magnitude"], rel=1e-6)
     assert not described.patched
     assert described.context_rule
-    rotary = patch_geometry(model)
+    rotary = ModelRope.of_model(model).rotary
     assert rotary.context_length == expected["context_length"]
-    assert patch_geometry(model, over="original").context_length == expected["original_length"]
-    assert patch_geometry(model, context_length=1000).context_length == 1000
+    assert ModelRope.of_model(model).base(over="original").rotary.context_length == expected["original_length"]
+    assert ModelRope.of_model(model).base(context_length=1000).rotary.context_length == 1000
     note = "never uses long_factor" in " ".join(described.notes)
     assert note == (name == "phi-3.5-moe")
 
 
 @every_config
 def test_frequencies_underneath_are_those_of_the_kit(name: str) -> None:
-    rotary = patch_geometry(build(name))
+    rotary = ModelRope.of_model(build(name)).rotary
     for row in PUBLISHED[name]["rows"]:
         if "inv_freq" in row and row["layer_type"] != "sliding_attention":
             inv_freq = rope.frequencies("default", rotary, length=row["length"]).inv_freq
@@ -91,7 +91,7 @@ def test_frequencies_underneath_are_those_of_the_kit(name: str) -> None:
 @pytest.mark.sampled(3)
 def test_factor_1_changes_nothing(name: str) -> None:
     model, ids = build(name), tokens()
-    rotary, plain = patch_geometry(model), logits(model, ids)
+    rotary, plain = ModelRope.of_model(model).rotary, logits(model, ids)
     expected = rope.frequencies("default", rotary)
     for method, params in IDENTITIES.items():
         same = rope.frequencies(method, rotary, **params)
@@ -108,14 +108,14 @@ def test_factor_1_changes_nothing(name: str) -> None:
 def test_factor_2_doubles_the_context_length(name: str) -> None:
     model, length = build(name), PUBLISHED[name]["context_length"]
     before = rope.describe(model)
-    fast = rope.frequencies("default", patch_geometry(model)).inv_freq[0]
+    fast = rope.frequencies("default", ModelRope.of_model(model).rotary).inv_freq[0]
     for method in EXTENSIONS:
         described = rope.describe(rope.patch(model, method, factor=2))
         assert (described.extended_length, described.context_length) == (2 * length, length), method
         assert [scaling.method for scaling in described.underneath] == [before.method]
         assert described.underneath[0].context_length == length
         assert before.method in str(described)
-        inv_freq = rope.frequencies(method, patch_geometry(model), factor=2).inv_freq
+        inv_freq = rope.frequencies(method, ModelRope.of_model(model).rotary, factor=2).inv_freq
         assert (inv_freq[0] == fast) == (method != "linear"), method
     rope.unpatch(model)
     assert rope.describe(model) == before
@@ -177,7 +177,7 @@ def test_the_softmax_scale_survives(name: str, method: str, over: str, tmp_path:
 @pytest.mark.parametrize("method", ["linear", "ntk", "yarn", "dynamic-ntk", "dynamic-yarn"])
 @pytest.mark.parametrize("length", [4095, 4096, 4097, 5000])
 def test_over_two_lists_short_inputs_run_as_loaded(method: str, length: int) -> None:
-    rotary = patch_geometry(build("phi-3-mini-128k"))
+    rotary = ModelRope.of_model(build("phi-3-mini-128k")).rotary
     params = {"factor": 2.0} if method in EXTENSIONS else {}
     plain = rope.frequencies("default", rotary, length=length)
     extended = rope.frequencies(method, rotary, length=length, **params)
