@@ -45,7 +45,6 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.models.layer_types": "the attention type of each layer, and which layers rotate",
     "rope_ext_hf.models.patched_config": "write a patch into a config",
     "rope_ext_hf.models.recipes": "what publishers state about longer contexts",
-    "rope_ext_hf.models.engine_keys:EngineAgreement": "the answer of a check of engines, one of the plug-ins",
     "rope_ext_hf.patches.saved.fingerprint:table_differences": "compare an engine's cos and sin with a saved model",
     "rope_ext_hf.patches.saved.gguf_models": "whether a name is that of a GGUF file, and what to do instead",
     "rope_ext_hf.models.model_classes": "a model without weights, and the number of its token ids",

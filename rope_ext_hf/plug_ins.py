@@ -16,7 +16,6 @@ The tool box of this package (`rope_ext_hf.tools`) adds its parts in the same wa
 | rope_ext_hf.evaluations | one of those that `rope_ext_hf.eval` or `ppl` looks up | that object |
 | rope_ext_hf.measurements | measured figures that `describe` shows | a function that returns a clause with the figure |
 | rope_ext_hf.recommendations | what `methods` shows first | a function that returns methods by purpose |
-| rope_ext_hf.engine_checks | a set of engines | a function that says which of them read a saved config alike |
 | rope_ext_hf.cards | a model card | a function that writes it into a folder |
 | rope_ext_hf.lm_eval_tasks | a set of tasks | a function that writes their YAML files into a folder |
 """

@@ -12,13 +12,13 @@ from torch import nn
 from rope_ext_hf.methods.base import TWO_PI, UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.config import read_rope
+from rope_ext_hf.models.engine_keys import compare_engines
 from rope_ext_hf.models.patch_records import before_patches, recorded_specs
 from rope_ext_hf.models.recipes import recipe_note
 from rope_ext_hf.patches.base_rope import base_rope_of_config, check_pairing
 from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.rows.row_probe import pairing_of
 from rope_ext_hf.patches.saved.adapters import SAVE_ROUTE, modules_with_adapters
-from rope_ext_hf.patches.saved.saving import engine_agreement
 from rope_ext_hf.patches.slots.patch_state import PatchState
 from rope_ext_hf.patches.slots.patched_slot import Slot, first_scaled, patched_slots
 from rope_ext_hf.patches.slots.slot_finding import find_slots
@@ -212,7 +212,7 @@ def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
             f"transformers' own {encoding.rope_type!r}, because native was given: its results depend on earlier calls "
             "and on the other rows of a batch"
         )
-    engines = engine_agreement(state)
+    engines = compare_engines({"model_type": slot.config.model_type, **vars(slot.config), **state.record})
     readers = ", ".join(["transformers 5", *engines.agreeing])
     if engines.by_source:
         readers += f"; by their source code, which was read but not run, also by {', '.join(engines.by_source)}"
