@@ -25,8 +25,13 @@ OPEN: dict[str, str] = {
     # files and models
     "rope_ext_hf.files.whole": "read JSON, list folders; write whole or not at all; turn foreign errors into ours",
     "rope_ext_hf.hub": "find, read and load configs, models and tokenizers by name",
-    "rope_ext_hf.files.gguf_files": "open GGUF files safely, and read the rotary embedding that they state",
+    "rope_ext_hf.files.model_files": "read models from one file of another format, as the tool box does for GGUF",
     "rope_ext_hf.checkpoints.files.weight_files": "read and write safetensors files, a part of a tensor at a time",
+    "rope_ext_hf.checkpoints.report:Conversion": "base class of conversions, which write a folder whole or not at all",
+    "rope_ext_hf.checkpoints.pairing.detection:detect_in_weights": "the pairing that the weights of a model show",
+    "rope_ext_hf.checkpoints.pairing.query_key_weights:weights_from_model": "the rows of a loaded model that rotate",
+    "rope_ext_hf.patches.rows.row_probe:pairing_of": "the pairing that the class of a model runs",
+    "rope_ext_hf.rotary.pairing:other_pairing": "half for interleaved, and the other way round",
     "rope_ext_hf.checkpoints.folder_copies:unlike_copies": "compare a patched copy of a folder with its source",
     "rope_ext_hf.checkpoints.rows.loaded_rows:reordered": "run a model with its rotated rows in the other pairing",
     # methods and parts of models
@@ -46,7 +51,6 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.models.patched_config": "write a patch into a config",
     "rope_ext_hf.models.recipes": "what publishers state about longer contexts",
     "rope_ext_hf.patches.saved.fingerprint:table_differences": "compare an engine's cos and sin with a saved model",
-    "rope_ext_hf.patches.saved.gguf_models": "whether a name is that of a GGUF file, and what to do instead",
     "rope_ext_hf.models.model_classes": "a model without weights, and the number of its token ids",
     "rope_ext_hf.models.patch_records": "a patch, and its record in a config",
     "rope_ext_hf.patches.base_rope": "the rotary embedding that a patch starts from, by the config alone",

@@ -11,6 +11,7 @@ The tool box of this package (`rope_ext_hf.tools`) adds its parts in the same wa
 |---|---|---|
 | rope_ext_hf.commands | a command of `rope-ext` | a function under `rope_ext_hf.cli.options.command` |
 | rope_ext_hf.methods | a method | a class under `rope_ext_hf.register_method` |
+| rope_ext_hf.model_files | the suffix of files that hold a model | a class under `files.model_files.ModelFile` |
 | rope_ext_hf.run_kinds | a kind of run, as run.json has it | a class under `rope_ext_hf.runs.kinds.register_run_kind` |
 | rope_ext_hf.readers | an engine, as `--engine` names it | a function that returns a plan that the engine reads |
 | rope_ext_hf.evaluations | one of those that `rope_ext_hf.eval` or `ppl` looks up | that object |

@@ -95,16 +95,17 @@ def write_patched(
 
 def described(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:
     """Describe a model; notes add facts about its folder, `name`, that the model object does not show."""
+    from rope_ext_hf.files.model_files import model_file
     from rope_ext_hf.files.whole import read_json
     from rope_ext_hf.hub import is_adapter, model_folder
     from rope_ext_hf.models.config_keys import text_settings, unread_settings
     from rope_ext_hf.patches.describing import describe as describe_model
     from rope_ext_hf.patches.saved.adapters import SAVE_ROUTE
-    from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
 
     description = describe_model(empty)
-    if is_gguf(name):
-        return replace(description, save_route=f"not as it is: {way_out(Path(name))}")
+    file = model_file(name)
+    if file is not None:
+        return replace(description, save_route=f"not as it is: {file.way_out}")
     config = model_folder(name, revision=source.revision, weights=False) / "config.json"
     if config.is_file():  # the folder of an adapter has none
         note = unread_settings(text_settings(read_json(config)))

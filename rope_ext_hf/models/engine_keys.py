@@ -1,8 +1,8 @@
 """Keys of a saved config.json for other programs than transformers 5, and which engines compute the same from it.
 
 transformers 5, vLLM and SGLang read `rope_parameters`. transformers 4 and mlx-lm read the former spelling, `rope_theta`
-and `rope_scaling` at the top level. A table says which of the written settings each engine ignores; the tests hold it to
-the rules of the tool box, `rope_ext_hf.tools.engines`.
+and `rope_scaling` at the top level. A table says which of the written settings each engine ignores; tests hold it to
+the rules of the tool box.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Engine(NamedTuple):
     Attributes:
         label: the name of the engine with its version.
         ignored: the rope types that it runs, each with the settings that it ignores; `_taken_instead` says which value
-            it takes in place of each.
+            it takes in the place of each.
         families: the families that this is true for.
         was_run: whether the engine, or its rotary classes, were run; if not, its source was read.
     """
@@ -222,9 +222,9 @@ def _with_other_values(settings: _Settings, length: int) -> set[str]:
 
 
 def _taken_instead(settings: _Settings, length: int) -> dict[str, tuple[Any, Any]]:
-    """Return the value of each setting that some engine ignores, and the value that such an engine takes in its place."""
-    factor, original = settings.get("factor", 1.0), settings.get("original_max_position_embeddings")
-    longer = factor if original is None else length / original
+    """Return the value of each setting that an engine ignores, and the value that this engine takes in its place."""
+    factor, original = settings.get("factor", 1.0), settings.get("original_max_position_embeddings", 0)
+    longer = length / original if original else factor
     # Every rope type computes the same where nothing is scaled. A longrope that spells out this very yarn is rare.
     scales = factor != 1 or longer != 1 or any(divisor != 1 for divisor in settings.get("long_factor", ()))
     taken: dict[str, tuple[Any, Any]] = {

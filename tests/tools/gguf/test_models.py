@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, FileError
-from rope_ext_hf.files.gguf_files import read_file_rope
 from rope_ext_hf.hub import load_empty, load_model, load_tokenizer, model_folder
-from rope_ext_hf.patches.saved.gguf_models import check_rotation
 from rope_ext_hf.runs.folder.model_digest import model_digest
-from tests.support.gguf_models import LENGTH, THETA, write_llama
+from rope_ext_hf.tools.gguf.headers import read_file_rope
+from rope_ext_hf.tools.gguf.models import check_rotation
 from tests.support.models import logits, tokens
+from tests.tools.support.gguf_models import LENGTH, THETA, write_llama
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.filterwarnings("ignore")
