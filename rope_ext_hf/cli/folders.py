@@ -21,7 +21,7 @@ from rope_ext_hf.errors import MethodError, capital, short, size_text
 from rope_ext_hf.files.whole import list_files
 from rope_ext_hf.options.arguments import Options, argument, command_line
 from rope_ext_hf.options.method_choice import LayerChoice
-from rope_ext_hf.plug_ins import plug_ins
+from rope_ext_hf.plug_ins import plug_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,7 +61,7 @@ def write_patched(
         apply_choice(methods, empty, native=native)
         folder, hub_id = folder_and_hub_id(model, revision=source.revision)
         finish = partial(
-            _write_cards,
+            _write_card,
             runs=runs,
             name=out.name,
             source=folder,
@@ -147,7 +147,7 @@ class PublishOptions(Options):
             return
         from rope_ext_hf.files.downloads import upload
 
-        _write_cards(folder, name=self.push_to_hub, trust_remote_code=trust_remote_code)
+        _write_card(folder, name=self.push_to_hub, trust_remote_code=trust_remote_code)
         sizes = {name: (folder / name).stat().st_size for name in list_files(folder)}
         visibility = "public" if self.public else "private"
         print_note("upload", f"{size_text(sum(sizes.values()))} to the {visibility} repository {self.push_to_hub}:")
@@ -160,9 +160,10 @@ class PublishOptions(Options):
         print_note("uploaded", upload(folder, self.push_to_hub, private=not self.public))
 
 
-def _write_cards(folder: Path, **arguments: Any) -> None:
-    """Write the model card of a folder with every plug-in in the group rope_ext_hf.cards; `arguments` go to each."""
-    for write in plug_ins("cards").values():
+def _write_card(folder: Path, **arguments: Any) -> None:
+    """Write the model card of a folder with the tool box, if that is installed; `arguments` are those of its function."""
+    write = plug_in("parts", "card")
+    if write is not None:
         write(folder, **arguments)
 
 

@@ -285,7 +285,7 @@ def _factor_for_all_lengths(method: RopeMethod, rotary: Rotary) -> float | None:
 def _measured_note(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
     """Return a sentence on what short inputs lost on a measured model, if this method with this factor changes them."""
     factor = _factor_for_all_lengths(method, rotary)
-    measured = plug_in("measurements", "short_inputs")  # of the tool box, which may not be installed
+    measured = plug_in("parts", "short_inputs")  # of the tool box, which may not be installed
     if factor is None or measured is None:
         return ()
     clause = measured(method.name, factor)
