@@ -133,7 +133,7 @@ for method in ("yarn", "dynamic-ntk", "rerope"):
     model.save_pretrained(method)
     assert rope.from_pretrained(method).config.rope_ext_hf["method"]["method"] == method
     rope.unpatch(model).save_pretrained("plain")
-    rope.from_pretrained("plain", "linear", factor=2).save_pretrained("linear")
+    rope.from_pretrained("plain", "linear", factor=2, dtype="bfloat16").save_pretrained("linear")
 rope.convert_checkpoint("plain", "interleaved", to="interleaved")
 print(sorted(name for name in sys.modules if name.startswith("rope_ext_hf.tools")))
 """
