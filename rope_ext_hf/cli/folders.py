@@ -161,7 +161,7 @@ class PublishOptions(Options):
 
 
 def _write_card(folder: Path, **arguments: Any) -> None:
-    """Write the model card of a folder with the tool box, if that is installed; `arguments` are those of its function."""
+    """Write the model card of a folder with the tool box, if that is installed; `arguments` go to its function."""
     write = plug_in("parts", "card")
     if write is not None:
         write(folder, **arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -74,7 +74,18 @@ class ModelFile(ABC):
         """Return the arguments with which it loads the tokenizer from that folder; raise the errors of `config`."""
 
     @abstractmethod
-    def convert(self, dst: Path, to: str, **arguments: Any) -> Any:
+    def convert(
+        self,
+        dst: Path,
+        to: str,
+        *,
+        dequantize: str | None,
+        source_pairing: str | None,
+        force: bool,
+        resume: bool,
+        verify: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> Any:
         """Write the model into a folder; arguments, result and errors are those of `convert_checkpoint`."""
 
     @classmethod

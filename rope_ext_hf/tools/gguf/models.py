@@ -13,7 +13,7 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,9 @@ class GGUFFile(ModelFile):
         dequantize: str | None,
         source_pairing: str | None,
         force: bool,
-        **running: Any,
+        resume: bool,
+        verify: bool,
+        progress: Callable[[int, int], None] | None,
     ) -> ConversionReport:
         if source_pairing is not None or force:
             raise CheckpointError(
@@ -115,7 +117,8 @@ class GGUFFile(ModelFile):
                 f"{short(str(self.name))!r} is a GGUF file, whose weights are unpacked in a folder of safetensors, and "
                 f"take several times the space; to do so: `{line}` (float32 is exact, and takes twice the space)"
             )
-        return GGUFImport(self.name.expanduser(), dst, to, dequantize=dequantize).run(**running)
+        conversion = GGUFImport(self.name.expanduser(), dst, to, dequantize=dequantize)
+        return conversion.run(resume=resume, verify=verify, progress=progress)
 
     @classmethod
     def name_way_out(cls, model: Any) -> None:
