@@ -165,6 +165,8 @@ def _locate(
     """
 
     def download_arguments(source: str, revision: str | None) -> dict[str, Any]:
+        if _is_file(Path(source)):  # the base model of an adapter may be a GGUF file
+            return {}
         if _is_folder(Path(source)):
             check_folder(Path(source))
             check_model_files(Path(source))

@@ -130,7 +130,7 @@ _ROUNDED = 4e-6  # the largest relative difference that computing frequencies in
 
 
 class _Engine(NamedTuple):
-    """What a serving engine makes of the rope settings that patched folders hold.
+    """A serving engine, and what it makes of the rope settings that patched folders hold.
 
     Attributes:
         label: the name of the engine with its version.

@@ -78,7 +78,8 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     except OSError as error:
         raise CheckpointError(f"the config of {name!r} could not be read: {one_line(error)}") from error
     if not raw and os.path.isdir(path):  # noqa: PTH112
-        check_model_files(Path(path))
+        if not kwargs.get("subfolder"):
+            check_model_files(Path(path))
         raise CheckpointError(". ".join(filter(None, [f"{name!r} has no config.json", without_config(Path(path))])))
     if not raw:
         raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id that can be reached")

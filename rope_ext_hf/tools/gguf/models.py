@@ -60,14 +60,13 @@ class GGUFFile(ModelFile):
     @classmethod
     def find(cls, path: str | Path, name: Any, arguments: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
         if name is None:
-            file = cls(Path(path))
-            file.check_exists()
-            found = file.path
+            cls(Path(path)).check_exists()
+            file = cls(Path(path)).path
         elif not isinstance(name, (str, Path)) or not str(name):
             raise CheckpointError(f"gguf_file must be the name of a file, got {short(repr(name))}")
         else:
-            found = _file_in(path, str(name), arguments)
-        return found, {key: value for key, value in arguments.items() if key not in _LOCATION}
+            file = _file_in(path, str(name), arguments)
+        return file, {key: value for key, value in arguments.items() if key not in _LOCATION}
 
     @property
     def way_out(self) -> str:

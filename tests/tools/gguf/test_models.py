@@ -116,8 +116,9 @@ def test_an_adapter_is_loaded_onto_a_file(file: Path, model: LlamaForCausalLM, t
     settings = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(rope.from_pretrained(file, "linear", factor=2.0), settings)
     adapted.save_pretrained(tmp_path / "adapter")
-    loaded = rope.from_pretrained(tmp_path / "adapter")
-    torch.testing.assert_close(logits(loaded, ids), logits(adapted, ids), atol=1e-5, rtol=1e-5)
+    for loaded in (rope.from_pretrained(tmp_path / "adapter"), load_model(tmp_path / "adapter")):
+        torch.testing.assert_close(logits(loaded, ids), logits(adapted, ids), atol=1e-5, rtol=1e-5)
+    assert rope.describe(load_empty(tmp_path / "adapter")).method == "linear"
 
 
 def test_folders_name_their_files(file: Path, model: LlamaForCausalLM) -> None:
