@@ -39,8 +39,8 @@ from checks.llama_cpp_engine import read_flags
 from rope_ext_hf.errors import RopeExtError, ServingError
 from rope_ext_hf.tools.engines.base import find_engine
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
+from rope_ext_hf.tools.gguf.rewriting import rewrite
 from rope_ext_hf.tools.serving.configs import make_target, open_model
-from rope_ext_hf.tools.serving.gguf_files import rewrite
 from tests.support import every_model
 from tests.support.models import ROTATING, build_known, logits, without_window
 

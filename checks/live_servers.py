@@ -51,8 +51,8 @@ from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools import servers, serving
 from rope_ext_hf.tools.engines.formulas import longrope_magnitude
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
+from rope_ext_hf.tools.gguf.rewriting import rewrite
 from rope_ext_hf.tools.servers.baselines import compare_server, record_server
-from rope_ext_hf.tools.serving.gguf_files import rewrite
 from tests.tools.support.model_servers import listening
 
 ROOT = Path(__file__).parent.parent

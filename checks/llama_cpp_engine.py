@@ -34,15 +34,15 @@ from transformers.utils import logging
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, ServingError
-from rope_ext_hf.files.gguf_files import read_file_rope
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.text.load import stdlib_held_out
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools.engines.base import find_engine
 from rope_ext_hf.tools.engines.gguf_rules import ARCHITECTURES, converted, file_computes
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
+from rope_ext_hf.tools.gguf.headers import read_file_rope
+from rope_ext_hf.tools.gguf.rewriting import rewrite
 from rope_ext_hf.tools.serving.configs import make_target, open_model
-from rope_ext_hf.tools.serving.gguf_files import rewrite
 from tests.support.models import build, logits
 
 ROOT = Path(__file__).parent.parent

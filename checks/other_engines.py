@@ -6,7 +6,7 @@
 Saves the bundled model, and small random models of the families in TRIED_FAMILIES, under every method; has both
 programs, each in an environment of its own, compute logits over 600 tokens, and over 100 inside the original length,
 and compares them with ours. mlx-lm also runs the unpatched folders with the keys that serving_config prints for it. The
-result goes to docs/results/other-engines.json; the exit status is 1 where check_engines, or serving_config,
+result goes to docs/results/other-engines.json; the exit status is 1 where compare_engines, or serving_config,
 states otherwise than what was measured.
 """
 
@@ -30,11 +30,10 @@ from transformers.utils import logging
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.models.engine_keys import compare_engines
+from rope_ext_hf.models.engine_keys import TRIED_FAMILIES, compare_engines
 from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools import serving
-from rope_ext_hf.tools.engines.agreement import TRIED_FAMILIES
 from rope_ext_hf.tools.engines.config_engine import other_engines
 from tests.support.models import build, logits
 
@@ -138,7 +137,7 @@ def write_served(model: Any, plain: Path, folder: Path) -> str:
 
 
 def compare(program: str, saved: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """One row for every folder, and the folders that check_engines states otherwise."""
+    """One row for every folder, and the folders that compare_engines states otherwise."""
     package = {"transformers": "transformers", "mlx_lm": "mlx-lm"}[program]
     engine = next(each.label for each in other_engines() if each.label.startswith(package))
     rows, contradictions = [], []
@@ -200,7 +199,7 @@ def main() -> None:
     for key, lines in (("rows", rows), ("served", served)):
         text = text.replace(f'"{key}": []', f'"{key}": [\n  ' + ",\n  ".join(map(json.dumps, lines)) + "\n ]")
     (ROOT / "docs" / "results" / "other-engines.json").write_text(text + "\n", encoding="utf-8")
-    print("\n".join(contradictions) or f"{len(rows)} folders read as check_engines states")
+    print("\n".join(contradictions) or f"{len(rows)} folders read as compare_engines states")
     sys.exit(bool(contradictions))
 
 

@@ -22,6 +22,8 @@ from torch import nn
 
 from rope_ext_hf.errors import CheckpointError, MethodError, entry, one_line, short
 from rope_ext_hf.files.downloads import download, hub_answers
+from rope_ext_hf.files.model_files import model_file
+from rope_ext_hf.files.other_formats import check_model_files
 from rope_ext_hf.files.whole import FileStamps, check_folder, disk_folder, file_stamps, foreign_errors, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.models.config import UNKNOWN_TYPE
@@ -30,15 +32,6 @@ from rope_ext_hf.patches.loading import find_config, from_pretrained, restore_pa
 from rope_ext_hf.patches.model_rope import check_pairing
 from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG, Adapter, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.saved.fingerprint import Fingerprint, fingerprint_of
-from rope_ext_hf.patches.saved.gguf_models import (
-    GGUF_FILE,
-    check_gguf_exists,
-    check_no_gguf_folder,
-    file_config,
-    is_gguf,
-    way_out,
-    with_gguf_file,
-)
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
@@ -86,18 +79,17 @@ def model_source(name: str | Path) -> str:
     """Return the folder, GGUF file or Hub id that the model `name` is in.
 
     Raises:
-        CheckpointError: the name is empty, names another file, is a path at which there is nothing, or is that of a
-            folder which holds GGUF files instead of a config.
+        CheckpointError: the name is empty, names another file, or is a path at which there is nothing.
     """
     source = str(folder_of(name))
     if not source:
         raise CheckpointError("an empty name is not a model; give a folder, a Hub id or 'reference'")
     path = Path(source).expanduser()
     if _is_folder(path):
-        check_no_gguf_folder(path)
         return str(path)
-    if is_gguf(path):
-        check_gguf_exists(path)
+    file = model_file(path)
+    if file is not None:
+        file.check_exists()
         return str(path)
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source:
         hint = "; it is a file, give the folder it is in, or a GGUF file" if _exists(path) else ""
@@ -124,13 +116,15 @@ def model_folder(name: str | Path, *, revision: str | None = None, weights: bool
         CheckpointError: there is no such model, it cannot be downloaded, or it is a GGUF file.
     """
     source = model_source(name)
-    if is_gguf(source):
-        raise CheckpointError(f"{source!r} is a GGUF file, and a folder is needed here. {way_out(Path(source))}")
+    file = model_file(source)
+    if file is not None:
+        raise CheckpointError(f"{source!r} is a {file.title}, and a folder is needed here. {file.way_out}")
     folder = Path(source)
     if not _is_folder(folder):
         wanted: dict[str, Any] = {"weights": True} if weights else {"patterns": _CONFIG_FILES}
         folder = download(source, revision, **wanted)
     check_folder(folder)
+    check_model_files(folder)
     return folder
 
 
@@ -144,7 +138,7 @@ def folder_and_hub_id(name: str | Path, *, revision: str | None = None) -> tuple
 def model_commit(name: str | Path, *, revision: str | None = None) -> str | None:
     """Return the commit on the Hub that a branch, tag or commit id names; None if `name` is a local folder or file."""
     source = model_source(name)
-    if is_gguf(source) or _is_folder(Path(source)):
+    if _exists(Path(source)):
         return None
     return model_folder(name, revision=revision, weights=False).name
 
@@ -157,7 +151,7 @@ def _locate(
     trust_remote_code: bool = False,
     weights: bool = False,
 ) -> tuple[str, dict[str, Any]]:
-    """Return the folder or Hub id of a model, and arguments with which transformers loads it from local files.
+    """Return the folder, file or Hub id of a model, and arguments with which transformers loads it from local files.
 
     The files of a Hub repository are downloaded first; for an adapter, those of its base model as well.
 
@@ -171,8 +165,11 @@ def _locate(
     """
 
     def download_arguments(source: str, revision: str | None) -> dict[str, Any]:
+        if _is_file(Path(source)):  # the base model of an adapter may be a GGUF file
+            return {}
         if _is_folder(Path(source)):
             check_folder(Path(source))
+            check_model_files(Path(source))
             return {"revision": revision} if revision else {}
         folder = download(source, revision, patterns=patterns, weights=weights)
         check_folder(folder)
@@ -182,9 +179,8 @@ def _locate(
         return arguments
 
     source = model_source(name)
-    if is_gguf(source):
-        folder, of_file = with_gguf_file(source, {})
-        return str(folder), of_file
+    if _is_file(Path(source)):
+        return source, {}
     arguments = download_arguments(source, revision)
     adapter = find_adapter(source, **arguments)
     if adapter is None:
@@ -197,6 +193,11 @@ def _locate(
 def _is_folder(path: Path) -> bool:
     """Return whether a path is a folder; False for a path that is too long, at which `Path.is_dir` raises."""
     return os.path.isdir(path)  # noqa: PTH112
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether a path is a file; False for a path that is too long, at which `Path.is_file` raises."""
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def _exists(path: Path) -> bool:
@@ -302,8 +303,10 @@ def load_model(
 
 
 def _weight_stamps(source: str) -> FileStamps:
-    """Return the stamps of the weight files in a folder; none for a Hub id, whose files in the cache never change."""
+    """Return the stamps of the weight files of a model; none for a Hub id, whose files in the cache never change."""
     folder = Path(source)
+    if _is_file(folder):
+        return file_stamps([folder])
     return file_stamps(sorted(path for suffix in _WEIGHT_SUFFIXES for path in folder.glob(f"*{suffix}")))
 
 
@@ -341,7 +344,7 @@ def loads_by_layer(name: str | Path, empty: PreTrainedModel) -> bool:
         empty: the same model, without its weights.
     """
     source = model_source(name)
-    if is_gguf(source) or getattr(empty.config, "quantization_config", None) is not None or is_adapter(source):
+    if _is_file(Path(source)) or getattr(empty.config, "quantization_config", None) is not None or is_adapter(source):
         return False
     return not _is_folder(Path(source)) or any(Path(source).glob("*.safetensors"))
 
@@ -349,7 +352,7 @@ def loads_by_layer(name: str | Path, empty: PreTrainedModel) -> bool:
 def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
     """Return whether a folder or Hub id holds an adapter of PEFT instead of a model."""
     source = model_source(name)
-    if is_gguf(source):
+    if _is_file(Path(source)):
         return False
     if _is_folder(Path(source)):  # whose base model need not be here
         return find_adapter(source) is not None
@@ -418,14 +421,12 @@ def load_tokenizer(
             "this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=..."
         )
     source, arguments = _locate(name, revision, _ALL_OF_A_TOKENIZER, trust_remote_code=trust_remote_code)
-    in_file = GGUF_FILE in arguments
-    if in_file:
-        file_config(Path(arguments[GGUF_FILE]))  # an error for a damaged file, which others might read on and on
+    file = model_file(source)
+    if file is not None:
+        source, arguments = str(file.path.parent), file.tokenizer_arguments()
     else:
         source, arguments = tokenizer_source(source, **arguments)
-    folder = Path(source)
-    if not in_file:
-        missing = missing_tokenizer(folder)
+        missing = missing_tokenizer(source)
         if missing:
             raise CheckpointError(missing)
     with left_out_of_log(*UNKNOWN_TYPE), loading(f"the tokenizer of {short(str(name))!r}"):
@@ -433,8 +434,8 @@ def load_tokenizer(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, **arguments
         )
-        if in_file:
-            tokenizer.name_or_path = arguments[GGUF_FILE]
+        if file is not None:
+            tokenizer.name_or_path = str(file.path)
         tokenizer("a")  # a damaged tokenizer may load, and fail at the first text
     return tokenizer
 

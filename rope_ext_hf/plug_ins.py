@@ -11,14 +11,10 @@ The tool box of this package (`rope_ext_hf.tools`) adds its parts in the same wa
 |---|---|---|
 | rope_ext_hf.commands | a command of `rope-ext` | a function under `rope_ext_hf.cli.options.command` |
 | rope_ext_hf.methods | a method | a class under `rope_ext_hf.register_method` |
+| rope_ext_hf.model_files | the suffix of model files | a class under `rope_ext_hf.files.model_files.ModelFile` |
 | rope_ext_hf.run_kinds | a kind of run, as run.json has it | a class under `rope_ext_hf.runs.kinds.register_run_kind` |
 | rope_ext_hf.readers | an engine, as `--engine` names it | a function that returns a plan that the engine reads |
-| rope_ext_hf.evaluations | one of those that `rope_ext_hf.eval` or `ppl` looks up | that object |
-| rope_ext_hf.measurements | measured figures that `describe` shows | a function that returns a clause with the figure |
-| rope_ext_hf.recommendations | what `methods` shows first | a function that returns methods by purpose |
-| rope_ext_hf.engine_checks | a set of engines | a function that says which of them read a saved config alike |
-| rope_ext_hf.cards | a model card | a function that writes it into a folder |
-| rope_ext_hf.lm_eval_tasks | a set of tasks | a function that writes their YAML files into a folder |
+| rope_ext_hf.parts | a part of the tool box that the library looks up | that function or class |
 """
 
 from __future__ import annotations
@@ -92,8 +88,3 @@ def needed_plug_in(group: str, name: str, *, by: str = "") -> Any:
             f"again: {install_command('', '--force-reinstall', '--no-deps')}"
         )
     return loaded
-
-
-def plug_ins(group: str) -> dict[str, Any]:
-    """Load and return every plug-in in a group, by name; raise the errors of `plug_in`."""
-    return {name: plug_in(group, name) for name in _entries(group)}

@@ -111,6 +111,16 @@ def test_an_option_of_the_tool_box_is_refused_in_one_line(
     assert "Traceback" not in done.stderr
 
 
+def test_a_gguf_file_is_refused_in_one_line(copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    said = "a .gguf file needs rope_ext_hf.tools, a part of this package that is not installed; install the package"
+    lengths, new = ("--lengths", "64"), ("new", "--to", "hf")
+    for words in (("ppl", "model.gguf", *lengths), ("describe", "model.gguf"), ("convert", "model.gguf", *new)):
+        assert command(copy, tmp_path, *words, code=2).stderr.startswith(f"rope-ext: {said}")
+    done = python(copy, "-c", "import rope_ext_hf; rope_ext_hf.from_pretrained('model.gguf')", folder=tmp_path, code=1)
+    assert f"MethodError: {said}" in done.stderr
+
+
 def test_a_stored_run_is_not_compared_with(copy: Path, tmp_path: Path) -> None:
     done = command(copy, tmp_path, "ppl", "reference", "--against", "runs", code=2)
     assert done.stderr.startswith("rope-ext: --against needs rope_ext_hf.tools, a part of this package that is not")

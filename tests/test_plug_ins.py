@@ -111,7 +111,7 @@ def test_commands_of_another_package_are_commands(page_package: Path) -> None:
     assert "yarn" in broken.stdout
 
 
-@pytest.mark.parametrize("group", ["commands", "run_kinds", "methods", "cards"])
+@pytest.mark.parametrize("group", ["commands", "run_kinds", "methods", "parts"])
 def test_a_checkout_that_is_not_installed_has_the_same_plug_ins(group: str) -> None:
     entries = {entry.name: entry.value for entry in plug_ins._of_checkout(group)}
     assert entries
@@ -120,3 +120,27 @@ def test_a_checkout_that_is_not_installed_has_the_same_plug_ins(group: str) -> N
         for name, entry in plug_ins._entries(group).items()
         if entry.dist is not None and entry.dist.name == "rope-ext-hf"
     }
+
+
+WITHOUT_TOOLS = """
+import sys
+import rope_ext_hf as rope
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=99)
+for method in ("yarn", "dynamic-ntk", "rerope"):
+    model = rope.patch(LlamaForCausalLM(LlamaConfig(max_position_embeddings=64, **sizes)), method, factor=4)
+    model.save_pretrained(method)
+    assert rope.from_pretrained(method).config.rope_ext_hf["method"]["method"] == method
+    rope.unpatch(model).save_pretrained("plain")
+    rope.from_pretrained("plain", "linear", factor=2, dtype="bfloat16").save_pretrained("linear")
+rope.convert_checkpoint("plain", "interleaved", to="interleaved")
+print(sorted(name for name in sys.modules if name.startswith("rope_ext_hf.tools")))
+"""
+
+
+def test_patching_saving_loading_and_converting_import_no_tool(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", WITHOUT_TOOLS]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

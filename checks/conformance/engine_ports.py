@@ -28,7 +28,7 @@ from rope_ext_hf.tools.engines.programs.exllamav3 import ExLlamaV3
 from rope_ext_hf.tools.engines.programs.llama_cpp import LlamaCpp
 from rope_ext_hf.tools.engines.programs.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
-from rope_ext_hf.tools.serving.gguf_files import rewrite
+from rope_ext_hf.tools.gguf.rewriting import rewrite
 from tests.conformance import models
 
 Config = dict[str, Any]

@@ -4,7 +4,6 @@ conversion: convert a folder between half, interleaved and Meta's format; `sourc
 verification, report: check what a conversion wrote, and say what it was.
 live_model: convert a loaded model.
 folder_copies: patched copies of a folder, whose weights are not read.
-gguf_import: convert a GGUF file into a folder.
 
 Folders that these modules use:
     rows: which rows of a tensor rotate, and their order in each pairing.

@@ -29,7 +29,6 @@ from rope_ext_hf.checkpoints.files.weight_files import (
     write_safetensors,
 )
 from rope_ext_hf.checkpoints.files.weight_folders import safetensors_name
-from rope_ext_hf.checkpoints.gguf_import import GGUFImport
 from rope_ext_hf.checkpoints.meta.meta_conversion import MetaExport, MetaImport
 from rope_ext_hf.checkpoints.meta.meta_source import MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.pairing.detection import detect_in_consumers
@@ -39,6 +38,7 @@ from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores
 from rope_ext_hf.errors import CheckpointError, short
+from rope_ext_hf.files.model_files import model_file
 from rope_ext_hf.files.whole import atomic_file, check_destination, copy_mode, copy_range, read_json, write_json
 from rope_ext_hf.models.config import PAIRING_KEY
 from rope_ext_hf.models.families import family
@@ -46,7 +46,6 @@ from rope_ext_hf.models.family_settings import class_pairing
 from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.saved.fingerprint import FINGERPRINT_KEY, with_pairing
-from rope_ext_hf.patches.saved.gguf_models import is_gguf
 from rope_ext_hf.rotary.pairing import PAIRINGS, other_pairing
 
 
@@ -108,20 +107,19 @@ def convert_checkpoint(
     if source_pairing not in (None, *PAIRINGS):
         raise CheckpointError(f"source_pairing must be one of {', '.join(PAIRINGS)}, got {source_pairing!r}")
     check_destination(dst)  # before anything is downloaded
-    if is_gguf(src):
-        if source_pairing is not None or force:
-            raise CheckpointError(
-                f"{str(src)!r} is a GGUF file, whose rows transformers puts into the order that its class rotates; "
-                "leave out the source pairing (--from) and force (--force)"
-            )
-        if dequantize is None:
-            line = command_line("convert", src, dst, to="hf", dequantize="bfloat16")
-            raise CheckpointError(
-                f"{short(str(src))!r} is a GGUF file, whose weights are unpacked in a folder of safetensors, and take "
-                f"several times the space; to do so: `{line}` (float32 is exact, and takes twice the space)"
-            )
-        gguf = GGUFImport(Path(src).expanduser(), dst, to, dequantize=dequantize)
-        return gguf.run(resume=resume, verify=verify, progress=progress)
+    file = model_file(src)
+    if file is not None:
+        report: ConversionReport = file.convert(
+            dst,
+            to,
+            dequantize=dequantize,
+            source_pairing=source_pairing,
+            force=force,
+            resume=resume,
+            verify=verify,
+            progress=progress,
+        )
+        return report
     if dequantize is not None:
         raise CheckpointError(f"dequantize is for GGUF files, and {short(str(src))!r} is not one; leave it out")
     source = open_checkpoint(src, revision=revision, trust_remote_code=trust_remote_code)

@@ -21,7 +21,7 @@ from rope_ext_hf.errors import MethodError, capital, short, size_text
 from rope_ext_hf.files.whole import list_files
 from rope_ext_hf.options.arguments import Options, argument, command_line
 from rope_ext_hf.options.method_choice import LayerChoice
-from rope_ext_hf.plug_ins import plug_ins
+from rope_ext_hf.plug_ins import plug_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,7 +61,7 @@ def write_patched(
         apply_choice(methods, empty, native=native)
         folder, hub_id = folder_and_hub_id(model, revision=source.revision)
         finish = partial(
-            _write_cards,
+            _write_card,
             runs=runs,
             name=out.name,
             source=folder,
@@ -95,16 +95,17 @@ def write_patched(
 
 def described(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:
     """Describe a model; notes add facts about its folder, `name`, that the model object does not show."""
+    from rope_ext_hf.files.model_files import model_file
     from rope_ext_hf.files.whole import read_json
     from rope_ext_hf.hub import is_adapter, model_folder
     from rope_ext_hf.models.config_keys import text_settings, unread_settings
     from rope_ext_hf.patches.describing import describe as describe_model
     from rope_ext_hf.patches.saved.adapters import SAVE_ROUTE
-    from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
 
     description = describe_model(empty)
-    if is_gguf(name):
-        return replace(description, save_route=f"not as it is: {way_out(Path(name))}")
+    file = model_file(name)
+    if file is not None:
+        return replace(description, save_route=f"not as it is: {file.way_out}")
     config = model_folder(name, revision=source.revision, weights=False) / "config.json"
     if config.is_file():  # the folder of an adapter has none
         note = unread_settings(text_settings(read_json(config)))
@@ -146,7 +147,7 @@ class PublishOptions(Options):
             return
         from rope_ext_hf.files.downloads import upload
 
-        _write_cards(folder, name=self.push_to_hub, trust_remote_code=trust_remote_code)
+        _write_card(folder, name=self.push_to_hub, trust_remote_code=trust_remote_code)
         sizes = {name: (folder / name).stat().st_size for name in list_files(folder)}
         visibility = "public" if self.public else "private"
         print_note("upload", f"{size_text(sum(sizes.values()))} to the {visibility} repository {self.push_to_hub}:")
@@ -159,9 +160,10 @@ class PublishOptions(Options):
         print_note("uploaded", upload(folder, self.push_to_hub, private=not self.public))
 
 
-def _write_cards(folder: Path, **arguments: Any) -> None:
-    """Write the model card of a folder with every plug-in in the group rope_ext_hf.cards; `arguments` go to each."""
-    for write in plug_ins("cards").values():
+def _write_card(folder: Path, **arguments: Any) -> None:
+    """Write the model card of a folder with the tool box, if that is installed; `arguments` go to its function."""
+    write = plug_in("parts", "card")
+    if write is not None:
         write(folder, **arguments)
 
 

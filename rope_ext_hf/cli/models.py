@@ -37,7 +37,7 @@ def methods(as_json: Json = False) -> None:
     from rope_ext_hf.methods.registry import list_methods
     from rope_ext_hf.plug_ins import plug_in
 
-    recommended = plug_in("recommendations", "purposes")  # of the tool box, which may not be installed
+    recommended = plug_in("parts", "recommended_methods")  # of the tool box, which may not be installed
     by_purpose: dict[str, tuple[str, ...]] = recommended() if recommended else {}
     rows = [
         {

@@ -49,6 +49,6 @@ def __getattr__(name: str) -> Any:
     if name not in _OF_TOOLS:
         return _own(name)
     try:
-        return needed_plug_in("evaluations", name, by=f"{__name__}.{name}")
+        return needed_plug_in("parts", name, by=f"{__name__}.{name}")
     except MethodError as error:
         raise ImportError(str(error)) from error

@@ -211,7 +211,7 @@ class Perplexity(MeasurementOptions):
         """
         if self.keys_by is None:
             return plan
-        with_keys: RunPlan[Any] = needed_plug_in("evaluations", "keys_by")(plan, self, measure_with)
+        with_keys: RunPlan[Any] = needed_plug_in("parts", "keys_by")(plan, self, measure_with)
         return with_keys
 
     def check_early(self) -> None:
@@ -269,7 +269,7 @@ class PplOptions(Perplexity):
         """
         if self.against is None:
             return Perplexity(**Perplexity.split_kwargs(self.arguments)[0])
-        divergence: type[MeasurementOptions] = needed_plug_in("evaluations", "Divergence", by="--against")
+        divergence: type[MeasurementOptions] = needed_plug_in("parts", "Divergence", by="--against")
         arguments, others = divergence.split_kwargs(self.arguments)
         decided = sorted(others.keys() & {*stated})
         if decided:

@@ -1,1 +1,1 @@
-"""Files, written whole or not at all; downloads; GGUF files."""
+"""Files, written whole or not at all; downloads; models in other formats than folders."""

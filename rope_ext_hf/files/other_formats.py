@@ -259,6 +259,20 @@ def check_format(folder: Path) -> None:
         raise CheckpointError(f"{str(folder)!r} holds no weights that transformers loads. {known}")
 
 
+def check_model_files(folder: Path) -> None:
+    """Raise CheckpointError for a folder that holds GGUF files instead of a config; the message names the files."""
+    if any((folder / name).exists() for name in ("config.json", "adapter_config.json", "params.json")):
+        return
+    names = sorted(path.name for path in folder.iterdir() if path.suffix.lower() == ".gguf" and not path.is_dir())
+    if not names:
+        return
+    listed = ", ".join(map(short, names[:10])) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    raise CheckpointError(
+        f"{str(folder)!r} holds GGUF files and no config.json; give the path of the file instead of the folder: "
+        f"{str(folder / names[0])!r}" + (f" (the folder has {listed})" if len(names) > 1 else "")
+    )
+
+
 def check_packed(config: Mapping[str, Any], folder: str | Path) -> None:
     """Raise CheckpointError for a model whose weights are packed in a way that transformers does not read.
 

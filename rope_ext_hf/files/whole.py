@@ -42,6 +42,7 @@ __all__ = [
     "check_room",
     "disk_errors",
     "disk_folder",
+    "file_stamps",
     "foreign_errors",
     "free_on_disk",
     "fsync_path",

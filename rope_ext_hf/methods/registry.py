@@ -79,6 +79,11 @@ def _load_plug_ins() -> None:
             warnings.warn(f"the method {error}", stacklevel=2)
 
 
+def method_class(name: str) -> type[RopeMethod]:
+    """Return the class of a method by its name or alias; raise UnknownMethodError where no method has it."""
+    return _find(name)[0]
+
+
 def list_methods() -> dict[str, type[RopeMethod]]:
     """Return all method classes by their names; those from other packages come last."""
     _load_plug_ins()
@@ -200,6 +205,8 @@ def split_parameters(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divide keyword arguments into the parameters of methods and all others.
 
+    Methods of other packages count once they were named: loading takes no plug-in that nobody has asked for.
+
     An argument that looks like a misspelt parameter of `method` counts as a parameter.
 
     Raises:
@@ -207,7 +214,7 @@ def split_parameters(
     """
     cls = _find(method)[0] if isinstance(method, str) else None
     own = () if cls is None else [*cls.parameters]
-    known = {name for registered in list_methods().values() for name in registered.parameters}
+    known = {name for registered in _METHODS.values() for name in registered.parameters}
     misspelt = [key for key in arguments if method is not None and key in _MEANT]
     misspelt += [key for key in arguments if difflib.get_close_matches(key, own, n=1, cutoff=0.8)]
     params = {key: value for key, value in arguments.items() if key in known or key in misspelt}

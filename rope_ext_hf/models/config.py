@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.registry import list_methods, resolve_method
+from rope_ext_hf.methods.registry import method_class, resolve_method
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.models.config_keys import rotated_dims, text_settings
 from rope_ext_hf.models.families import family, linear_is_extended, original_length_of_linear, runs_short_list
@@ -235,7 +235,7 @@ def _method_parameters(
     config: Any, rope_type: str, settings: Mapping[str, Any], layer_type: str | None
 ) -> dict[str, Any]:
     """Return the parameters that rope settings state for the method behind a rope type; whole numbers become float."""
-    accepted = list_methods()[_METHOD_OF_TYPE.get(rope_type, rope_type)].parameters
+    accepted = method_class(_METHOD_OF_TYPE.get(rope_type, rope_type)).parameters
     stated = {key: value for key, value in settings.items() if key in accepted and value is not None}
     if rope_type == "yarn":
         if layer_type is not None:  # transformers reads `truncate` beside the settings of the layer types

@@ -1,19 +1,20 @@
 """Keys of a saved config.json for other programs than transformers 5, and which engines compute the same from it.
 
 transformers 5, vLLM and SGLang read `rope_parameters`. transformers 4 and mlx-lm read the former spelling, `rope_theta`
-and `rope_scaling` at the top level. Plug-ins know which engines compute the same.
+and `rope_scaling` at the top level. A table says which of the written settings each engine ignores; tests hold it to
+the rules of the tool box.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rope_ext_hf.models.config_keys import yarn_magnitude_by_config
+from rope_ext_hf.models.config_keys import yarn_magnitude, yarn_magnitude_by_config
 from rope_ext_hf.models.families import Family, family, former_key
-from rope_ext_hf.plug_ins import plug_ins
 
 KEYS_FOR_OTHER_ENGINES = frozenset({"attn_factor", "short_mscale", "long_mscale"})
 """Rope settings that are written for other engines; transformers ignores them and logs that."""
@@ -122,6 +123,56 @@ def _plain(settings: Any) -> Any:
 
 # --- which engines agree ----------------------------------------------------------------------------------------------
 
+TRIED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Families whose classes, in all these engines, pass the rope settings on unchanged."""
+_PLAIN: dict[str, tuple[str, ...]] = {"default": (), "linear": (), "llama3": ()}
+_ROUNDED = 4e-6  # the largest relative difference that computing frequencies in float32 leaves
+
+
+class _Engine(NamedTuple):
+    """A serving engine, and what it makes of the rope settings that patched folders hold.
+
+    Attributes:
+        label: the name of the engine with its version.
+        ignored: the rope types that it runs, each with the settings that it ignores; `_taken_instead` says which value
+            it takes in the place of each.
+        families: the families that this is true for.
+        was_run: whether the engine, or its rotary classes, were run; if not, its source was read.
+    """
+
+    label: str
+    ignored: Mapping[str, tuple[str, ...]]
+    families: frozenset[str] = TRIED_FAMILIES
+    was_run: bool = True
+
+
+_ENGINES = (
+    _Engine("transformers 4.57", _PLAIN | {"dynamic": (), "yarn": (), "longrope": ("long_factor",)}),
+    _Engine(
+        "ExLlamaV3 1.6.5", _PLAIN | {"yarn": ("factor", "mscale"), "longrope": ("short_factor", "attention_factor")}
+    ),
+    _Engine(
+        "mlx-lm 0.32.2",
+        _PLAIN | {"yarn": ("truncate", "attention_factor"), "longrope": ("short_factor", "attention_factor")},
+    ),
+    _Engine("vLLM 0.33", _PLAIN | {"yarn": (), "longrope": ("short_factor",)}),
+    _Engine("SGLang 0.5.23", _PLAIN | {"yarn": (), "longrope": ("short_factor",)}),
+    _Engine(
+        "TensorRT-LLM 1.2.0rc2",
+        _PLAIN | {"longrope": ("short_factor", "attention_factor")},
+        frozenset({"llama", "mistral"}),
+        was_run=False,
+    ),
+    _Engine("TensorRT-LLM 1.2.0rc2", {"default": ()}, frozenset({"qwen2"}), was_run=False),
+    _Engine(
+        "TensorRT-LLM 1.2.0rc2",
+        {"default": (), "yarn": ("factor",)}
+        | dict.fromkeys(("dynamic", "linear", "llama3", "longrope"), ("rope_type",)),
+        frozenset({"qwen3"}),  # whose kernel runs every rope type as yarn
+        was_run=False,
+    ),
+)
+
 
 class EngineAgreement(NamedTuple):
     """The serving engines that run a saved patched model as transformers 5 does, and those that do not.
@@ -138,13 +189,63 @@ class EngineAgreement(NamedTuple):
 
 
 def compare_engines(config: _Settings) -> EngineAgreement:
-    """Return which serving engines compute from a config.json the same as transformers 5, and which do not.
+    """Return which serving engines compute from a saved config.json the same as transformers 5, and which do not.
 
-    Every plug-in of the entry point `rope_ext_hf.engine_checks` answers for the engines that it knows.
-    `config`: the values of the config.json.
+    An engine that refuses the config is in no list. For a family outside `TRIED_FAMILIES` all lists are empty.
+
+    Args:
+        config: values of the config.json: its model_type, and the `rope_parameters` and max_position_embeddings that a
+            patch writes.
     """
     agreement = EngineAgreement([], [], [])
-    for check in plug_ins("engine_checks").values():
-        for names, more in zip(agreement, check(config), strict=True):
-            names += more
+    settings = config["rope_parameters"]
+    for engine in _ENGINES:
+        if config["model_type"] not in engine.families or settings.get("rope_type") not in engine.ignored:
+            continue
+        if engine.label.startswith("vLLM") and config.get("dual_chunk_attention_config"):
+            continue  # with which it rotates by a class that this package does not know
+        ignored = engine.ignored[settings["rope_type"]]
+        if ignored and {*ignored} & _with_other_values(settings, config["max_position_embeddings"]):
+            agreement.disagreeing.append(engine.label)
+        else:
+            (agreement.agreeing if engine.was_run else agreement.by_source).append(engine.label)
     return agreement
+
+
+def _with_other_values(settings: _Settings, length: int) -> set[str]:
+    """Return the rope settings whose values differ from those that engines which ignore them take in their place.
+
+    `length`: max_position_embeddings of the config.
+    """
+    taken = _taken_instead(settings, length)
+    return {key for key, (stated, other) in taken.items() if not _equal(stated, other)}
+
+
+def _taken_instead(settings: _Settings, length: int) -> dict[str, tuple[Any, Any]]:
+    """Return the value of each setting that an engine ignores, and the value that this engine takes in its place."""
+    factor, original = settings.get("factor", 1.0), settings.get("original_max_position_embeddings", 0)
+    longer = length / original if original else factor
+    # Every rope type computes the same where nothing is scaled. A longrope that spells out this very yarn is rare.
+    scales = factor != 1 or longer != 1 or any(divisor != 1 for divisor in settings.get("long_factor", ()))
+    taken: dict[str, tuple[Any, Any]] = {
+        "rope_type": (settings["rope_type"], "yarn" if scales else settings["rope_type"])
+    }
+    if settings["rope_type"] == "longrope":
+        magnitude = math.sqrt(1 + math.log(longer) / math.log(original)) if longer > 1 < original else 1.0
+        taken["long_factor"] = taken["short_factor"] = (settings["long_factor"], settings["short_factor"])
+        taken["attention_factor"] = (settings.get("attention_factor"), magnitude)
+    if settings["rope_type"] == "yarn":
+        magnitude = yarn_magnitude_by_config(settings, factor)
+        mscale, mscale_all_dim = settings.get("mscale", 1), settings.get("mscale_all_dim", 0)
+        taken["factor"] = (factor, longer)
+        taken["truncate"] = (settings.get("truncate", True), True)
+        taken["attention_factor"] = (magnitude, yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim))
+        taken["mscale"] = (magnitude, settings.get("attention_factor") or yarn_magnitude(longer))
+    return taken
+
+
+def _equal(stated: Any, other: Any) -> bool:
+    """Return whether two values of a setting are equal up to the rounding of float32."""
+    if isinstance(stated, float | int) and isinstance(other, float | int):
+        return math.isclose(stated, other, rel_tol=_ROUNDED)
+    return bool(stated == other)

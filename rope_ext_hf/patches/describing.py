@@ -11,11 +11,11 @@ from torch import nn
 
 from rope_ext_hf.methods.base import TWO_PI, UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.models.engine_keys import compare_engines
 from rope_ext_hf.models.recipes import recipe_note
 from rope_ext_hf.patches.model_rope import ModelRope, check_pairing
 from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.saved.adapters import SAVE_ROUTE, modules_with_adapters
-from rope_ext_hf.patches.saved.saving import engine_agreement
 from rope_ext_hf.patches.slots.patch_state import PatchState
 from rope_ext_hf.patches.slots.patched_slot import patched_slots
 from rope_ext_hf.plug_ins import plug_in
@@ -205,7 +205,8 @@ def _save_route(rope: ModelRope, state: PatchState) -> str:
             f"transformers' own {encoding.rope_type!r}, because native was given: its results depend on earlier calls "
             "and on the other rows of a batch"
         )
-    engines = engine_agreement(state)
+    config = rope.slot.config
+    engines = compare_engines({"model_type": config.model_type, **vars(config), **state.record})
     readers = ", ".join(["transformers 5", *engines.agreeing])
     if engines.by_source:
         readers += f"; by their source code, which was read but not run, also by {', '.join(engines.by_source)}"
@@ -277,7 +278,7 @@ def _factor_for_all_lengths(method: RopeMethod, rotary: Rotary) -> float | None:
 def _measured_note(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
     """Return a sentence on what short inputs lost on a measured model, if this method with this factor changes them."""
     factor = _factor_for_all_lengths(method, rotary)
-    measured = plug_in("measurements", "short_inputs")  # of the tool box, which may not be installed
+    measured = plug_in("parts", "short_inputs")  # of the tool box, which may not be installed
     if factor is None or measured is None:
         return ()
     clause = measured(method.name, factor)

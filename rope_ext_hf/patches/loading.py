@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rope_ext_hf.bounds import Length
-from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, one_line, short
+from rope_ext_hf.errors import CheckpointError, MethodError, one_line, short
 from rope_ext_hf.files.downloads import only_cached
-from rope_ext_hf.files.other_formats import check_format, check_packed, without_config
+from rope_ext_hf.files.model_files import model_file, name_way_out, resolve_file
+from rope_ext_hf.files.other_formats import check_format, check_model_files, check_packed, without_config
 from rope_ext_hf.files.whole import check_folder
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
@@ -36,16 +37,8 @@ from rope_ext_hf.models.patch_records import (
 from rope_ext_hf.patches.applying import patch_as_planned, reapply
 from rope_ext_hf.patches.planning import plan_patch
 from rope_ext_hf.patches.saved.adapters import Adapter, find_adapter, finding_base, keep_pairing
-from rope_ext_hf.patches.saved.fingerprint import check_recorded, fingerprint_of
+from rope_ext_hf.patches.saved.fingerprint import check_recorded
 from rope_ext_hf.patches.saved.generation_length import restore_generation_length
-from rope_ext_hf.patches.saved.gguf_models import (
-    GGUF_FILE,
-    check_rotation,
-    dequantizing,
-    file_config,
-    name_way_out,
-    with_gguf_file,
-)
 from rope_ext_hf.patches.saved.loading_code import without_loading_code
 from rope_ext_hf.patches.slots.roformer import restore_table
 from rope_ext_hf.reference import folder_of
@@ -57,7 +50,7 @@ if TYPE_CHECKING:
 _LOADING_ARGUMENTS = frozenset({"dtype", "torch_dtype"})
 """Arguments of transformers' from_pretrained that are attributes of a config too, but with other values: only the
 argument may be "auto"."""
-_HUB_ARGUMENTS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code", GGUF_FILE)
+_HUB_ARGUMENTS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
 _ADAPTER_ARGUMENTS = ("adapter_name", "is_trainable")
 
 
@@ -65,8 +58,8 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     """Return the config of a model before the patch that its folder records, and the record of that patch or None.
 
     Args:
-        path: a local folder, a GGUF file or a Hub id.
-        **kwargs: arguments of transformers' from_pretrained for configs (revision, subfolder, gguf_file, ...).
+        path: a local folder or a Hub id.
+        **kwargs: arguments of transformers' from_pretrained for configs (revision, subfolder, ...).
 
     Raises:
         CheckpointError: there is no such folder or config, or a number, the record or the rope settings in it are
@@ -75,9 +68,6 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     from transformers import AutoConfig
     from transformers.configuration_utils import PreTrainedConfig
 
-    path, kwargs = with_gguf_file(path, kwargs)
-    if GGUF_FILE in kwargs:
-        return _gguf_config(Path(kwargs[GGUF_FILE])), None
     name = str(path)
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if is_path and not Path(name).expanduser().is_dir():
@@ -88,6 +78,8 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     except OSError as error:
         raise CheckpointError(f"the config of {name!r} could not be read: {one_line(error)}") from error
     if not raw and os.path.isdir(path):  # noqa: PTH112
+        if not kwargs.get("subfolder"):
+            check_model_files(Path(path))
         raise CheckpointError(". ".join(filter(None, [f"{name!r} has no config.json", without_config(Path(path))])))
     if not raw:
         raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id that can be reached")
@@ -101,17 +93,6 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     if inner is not None:
         before = without_loading_code(raw) | {inner: before}
     return AutoConfig.for_model(before.pop("model_type"), **before), record
-
-
-def _gguf_config(file: Path) -> Any:
-    """Return the config of the model in a GGUF file, after a comparison of its RoPE with the one that the file states.
-
-    The errors are those of `load_config`.
-    """
-    config, rope = file_config(file)
-    with suppress(UnsupportedModelError):  # a model without rotary modules
-        check_rotation(fingerprint_of(empty_model(config)), rope, file)
-    return config
 
 
 def before_patch(config: Any) -> tuple[Any, dict[str, Any] | None]:
@@ -176,15 +157,22 @@ def _before_patch(config: dict[str, Any]) -> dict[str, Any]:
 def find_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None, Adapter | None]:
     """Return the config and the record of the patch as `load_config` does, and the adapter if `path` names one.
 
+    `path` may also be a model file, such as a GGUF file, which holds no patch.
+
     For an adapter the config is that of its base model, and the record that of the patch it was trained under; if the
     adapter has none, that of the base model. The arguments and the errors are those of `load_config`.
     """
-    path, kwargs = with_gguf_file(path, kwargs)
-    adapter = None if GGUF_FILE in kwargs else find_adapter(path, **kwargs)
+    file = model_file(path)
+    if file is not None:
+        return file.config(), None, None
+    adapter = find_adapter(path, **kwargs)
     if adapter is None:
         return *load_config(path, **kwargs), None
     kwargs = adapter.for_base(kwargs)
     with finding_base(adapter):
+        file = model_file(adapter.base)
+        if file is not None:
+            return file.config(), dict(adapter.record) if adapter.record is not None else None, adapter
         kwargs |= only_cached(adapter.base, kwargs)
         if find_adapter(adapter.base, **kwargs) is not None:
             raise CheckpointError(f"{short(adapter.base)!r} is an adapter itself; merge it into its model first")
@@ -237,7 +225,7 @@ def from_pretrained(
             model is missing or not the right one.
         FingerprintError: the loaded model rotates differently from the model that was saved; the message says how.
     """
-    path, kwargs = with_gguf_file(folder_of(path), kwargs)
+    path, kwargs = resolve_file(folder_of(path), kwargs)
     arguments: dict[str, Any] = {"factor": factor, "target_length": target_length, "over": over, "native": native}
     arguments |= {"context_length": context_length, "layers": layers}
     params, kwargs = split_parameters(method, kwargs)
@@ -281,22 +269,23 @@ def _load_patched(
     """Load a model that is not an adapter, and patch it as its record states.
 
     Args:
-        path: a folder or a Hub id.
+        path: a folder, a model file or a Hub id.
         config: its config before the patch.
         record: the record of the patch; None: there is none.
         auto_class: the class to load with; None: the one that the config names.
         kwargs: arguments of transformers' from_pretrained.
     """
-    path, kwargs = with_gguf_file(path, kwargs)  # the base model of an adapter may be a GGUF file
     if record is not None and hasattr(kwargs.get("config"), "model_type"):
         config, _ = before_patch(kwargs.pop("config"))
     check_sizes(config)
     check_packed(vars(config), path)
     check_folder(Path(path))
     loader = class_to_load(config, auto_class)
-    if GGUF_FILE in kwargs:
-        model = _load_whole(loader, path, auto_class, {"config": config, **dequantizing(), **kwargs})
-        model.name_or_path = model.config.name_or_path = kwargs[GGUF_FILE]  # by which runs and tokenizers find it again
+    file = model_file(path)
+    if file is not None:
+        arguments = {"config": config, **file.loading_arguments(), **kwargs}
+        model = _load_whole(loader, file.path.parent, auto_class, arguments)
+        model.name_or_path = model.config.name_or_path = str(file.path)  # by which runs and tokenizers find it again
         name_way_out(model)  # the user may have given another quantization_config
         return model if record is None else restore_patch(model, record)  # that of an adapter
     if record is None:

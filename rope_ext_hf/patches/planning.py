@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, capital
+from rope_ext_hf.files.model_files import loading_note
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method, stated_length
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -177,7 +177,7 @@ def _plan(rope: ModelRope, base: BaseRope, patch: Patch, live: tuple[Patch, ...]
         sliding,
         layers.unrotated_note(method),
         *[slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers],
-        _gguf_note(model),
+        loading_note(model),
     ]
     unlike_published = recipe_warning(rope.config, patch.rotary, method, patch.target_length)
     state = PatchState(
@@ -215,27 +215,6 @@ def _write_configs(
         written = next(swap.patched for swap in configs if swap.original is rope.slots[0].config)
         _check_softmax_scale(rope.slots[0].config, written)
     return encoding
-
-
-def _gguf_note(model: nn.Module) -> str | None:
-    """Return a sentence on a scaling that may be missing in a model loaded from a GGUF file; None for other models.
-
-    transformers does not record `gguf_file`. All that is left of it is the name of the folder, which then holds GGUF
-    files and no config.json. From such a file transformers reads rope.freq_base, but a scaling only for gpt-oss
-    (integrations/ggml.py, modeling_gguf_pytorch_utils.py).
-    """
-    config: Any = getattr(model, "config", None)
-    name = getattr(config, "_name_or_path", None)
-    folder = Path(name) if name else None
-    if folder is None or not folder.is_dir() or (folder / "config.json").exists() or config.model_type == "gpt_oss":
-        return None
-    files = sorted(file.name for file in folder.glob("*.gguf"))
-    if not files:
-        return None
-    return (
-        f"This model was loaded from a GGUF file ({', '.join(files)}), and transformers drops a linear or yarn scaling "
-        "of such a file. `rope-ext audit FILE.gguf` shows whether it has one; if so, load the model from a config.json."
-    )
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from rope_ext_hf.bounds import check_int
 from rope_ext_hf.errors import CorpusError, MethodError, warn_caller
+from rope_ext_hf.files.model_files import loaded_from
 from rope_ext_hf.hub import added_tokens, leading_tokens, load_tokenizer
 from rope_ext_hf.models.layer_types import AttentionLayers
 from rope_ext_hf.models.model_classes import vocabulary_size
-from rope_ext_hf.patches.saved.gguf_models import gguf_path
 from rope_ext_hf.reading.protocols import (
     DefaultPrefix,
     Protocol,
@@ -537,7 +537,7 @@ def own_tokenizer(model: PreTrainedModel, *, needed: bool) -> PreTrainedTokenize
     None: the model has no folder, and no tokenizer is `needed`.
     """
     if model.name_or_path:
-        return load_tokenizer(gguf_path(model) or model.name_or_path)
+        return load_tokenizer(loaded_from(model))
     if needed:
         raise CorpusError("this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=...")
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from torch import nn
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.models.engine_keys import compare_engines
-from rope_ext_hf.patches.saved import saving
 from tests.support.models import TRAINED, build, logits, tokens
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -65,22 +62,3 @@ def test_a_plan_that_fails_leaves_the_present_patch() -> None:
     with pytest.raises(MethodError, match="at least 1"):
         rope.plan_patch(model, "yarn", factor=0.5)
     assert everything(model) == before
-
-
-def test_engines_are_compared_once_per_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[Any] = []
-
-    def compare(config: Any) -> Any:
-        compared.append(config)
-        return original(config)
-
-    original = compare_engines
-    monkeypatch.setattr(saving, "compare_engines", compare)
-    model = rope.patch(build("llama"), "yarn", factor=4)
-    assert compared == []
-    rope.describe(model)
-    for name in ("one", "two"):
-        model.save_pretrained(tmp_path / name)
-    assert len(compared) == 1
-    rope.patch(model, "yarn", factor=8).save_pretrained(tmp_path / "three")
-    assert len(compared) == 2

@@ -25,8 +25,8 @@ from rope_ext_hf.checkpoints.pairing.text_losses import compare_losses
 from rope_ext_hf.checkpoints.rows.head_blocks import evenly_spaced
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.files.model_files import model_file
 from rope_ext_hf.hub import load_model, load_tokenizer
-from rope_ext_hf.patches.saved.gguf_models import is_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,10 +65,10 @@ def detect_pairing(
         UnsupportedModelError: a family that the table does not list.
     """
     has_config = True
-    call: Call | None = None  # the rows of a GGUF file are not converted where they are
+    call: Call | None = None  # the rows in a model file are not converted where they are
     if isinstance(path_or_model, nn.Module):
         weights, call = weights_from_model(path_or_model), model_call
-    elif is_gguf(path_or_model):
+    elif model_file(path_or_model) is not None:
         weights = replace(weights_from_model(load_model(path_or_model, dtype="float32")), path=str(path_or_model))
         if text is not None and tokenizer is None:
             tokenizer = load_tokenizer(path_or_model)

@@ -13,12 +13,12 @@ from rope_ext_hf.checkpoints.pairing.pairing_report import TextLosses
 from rope_ext_hf.checkpoints.pairing.query_key_weights import RotatedWeights
 from rope_ext_hf.checkpoints.rows.loaded_rows import reordered
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
+from rope_ext_hf.files.model_files import loaded_from
 from rope_ext_hf.hub import leading_tokens, load_tokenizer
 from rope_ext_hf.models.family_settings import class_pairing
 from rope_ext_hf.models.model_classes import vocabulary_size
 from rope_ext_hf.models.temporary import evaluating
 from rope_ext_hf.patches.patching import fixed_length
-from rope_ext_hf.patches.saved.gguf_models import gguf_path
 from rope_ext_hf.patches.slots.patched_slot import patched_slots
 from rope_ext_hf.rotary.pairing import other_pairing
 
@@ -47,7 +47,7 @@ def compare_losses(weights: RotatedWeights, text: str, tokenizer: PreTrainedToke
         raise UnsupportedModelError(f"the family table has no pairing for {weights.tensors.model_type!r}")
     if tokenizer is None:
         try:
-            tokenizer = load_tokenizer(gguf_path(model) or model.name_or_path)
+            tokenizer = load_tokenizer(loaded_from(model))
         except CheckpointError as missing:
             raise CorpusError(
                 f"no tokenizer for the text beside {weights.path!r}; give one (tokenizer=...)"

@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -48,7 +47,6 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import normalize_gen_kwargs
-    from lm_eval.utils import simple_parse_args_string
 except ImportError as error:
     raise ImportError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
 
@@ -57,7 +55,7 @@ _EXPECTED_WARNINGS = ("`pretrained` model kwarg is not of type `str`", "Passed a
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "trust_remote_code")
 """The arguments of `from_pretrained` that apply to a tokenizer, too."""
 _PATCH_ARGUMENTS = ("over", "context_length", "layers", "native")
-"""Arguments of `patch`, besides those of `RopeHFLM`, that `--model_args` may hold."""
+"""Arguments of `patch`, besides those that `RopeHFLM` names."""
 
 
 @register_model("rope-ext")
@@ -88,14 +86,17 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
     Args:
         pretrained: a model, patched or not, or a folder or Hub id. With `method`, the model is patched in place.
         tokenizer: default: the one beside the weights.
-        method, factor, target_length, **params: as in `patch`; None leaves the model as it is.
+        method, factor, target_length: as in `patch`; None leaves the model as it is.
         max_length: default: the extended length, or the trained one where that follows the input.
-        batch_size: a number or "auto".
+        batch_size, max_batch_size: a number or "auto", and the largest that "auto" may choose.
+        device: where a path is loaded to; default: the GPU if there is one. Without a GPU, "cuda" is the CPU, because
+            lm-eval's command line names a GPU even if its user has not asked for one.
         add_bos_token: False: texts have no tokens before them; None and True: they begin as the tokenizer begins them.
         softmax_dtype: dtype of the log-softmax; float32 also where the model runs in bfloat16.
         loading: arguments of `from_pretrained` for a path: dtype, device_map, revision, trust_remote_code, ...
-            Without a device_map the model goes to the GPU if there is one.
         harness: further arguments of HFLM that apply to a loaded model: truncation, logits_cache, prefix_token_id, ...
+        **more: further arguments of `patch`, parameters of the method, and arguments of `from_pretrained`, as
+            `--model_args` of lm-eval holds them side by side.
 
     Attributes:
         cut: number of inputs so far that did not fit into `max_length`, so that lm-eval cut off their beginning.
@@ -120,15 +121,21 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         batch_size: int | str = 1,
         add_bos_token: bool | None = None,
         softmax_dtype: str | torch.dtype = "float32",
+        device: str | None = None,
+        max_batch_size: int | None = None,
         loading: Mapping[str, Any] | None = None,
         harness: Mapping[str, Any] | None = None,
-        **params: Any,
+        **more: Any,
     ) -> None:
+        params, more = split_parameters(method, more)
+        params |= {key: more.pop(key) for key in _PATCH_ARGUMENTS if key in more}
         if method is None and (params or factor is not None or target_length is not None):
             arguments = {"factor": factor, "target_length": target_length} | params
             names = ", ".join(key for key, value in arguments.items() if value is not None)
             raise MethodError(f"{names} given without a method; add method=...")
-        loading = dict(loading or {})
+        loading = {**more, **(loading or {})}
+        if device is not None and (torch.cuda.is_available() or torch.device(device).type != "cuda"):
+            loading.setdefault("device_map", device)
         patching: dict[str, Any] = {"method": method, "factor": factor, "target_length": target_length, **params}
         model = _loaded_and_patched(pretrained, patching, loading)
         check_pairing(model)
@@ -148,37 +155,11 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
                 batch_size=batch_size,
                 add_bos_token=add_bos_token,
                 softmax_dtype=softmax_dtype,
+                **({} if max_batch_size is None else {"max_batch_size": max_batch_size}),
                 **(harness or {}),
             )
         self.cut = 0
         self.pretrained = model.name_or_path  # the name whose commit lm-eval asks the Hub for
-
-    @classmethod
-    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> RopeHFLM:
-        """Return a model made from the arguments that lm-eval has parsed from `--model_args`.
-
-        Args:
-            arg_dict: arguments of this class, of `patch`, of the method and of `from_pretrained`.
-            additional_config: lm-eval's own options: device, batch_size, max_batch_size.
-        """
-        arguments = arg_dict | {key: value for key, value in (additional_config or {}).items() if value is not None}
-        device, max_batch_size = arguments.pop("device", None), arguments.pop("max_batch_size", None)
-        own_names = {*inspect.signature(cls).parameters, *_PATCH_ARGUMENTS}
-        own = {key: arguments.pop(key) for key in list(arguments) if key in own_names}
-        params, loading = split_parameters(own.get("method"), arguments)
-        # lm-eval names a GPU also where none was asked for; like its own HFLM, fall back to what the machine has.
-        if device is not None and (torch.cuda.is_available() or torch.device(device).type != "cuda"):
-            loading.setdefault("device_map", device)
-        harness = {} if max_batch_size is None else {"max_batch_size": max_batch_size}
-        return cls(**own, **params, loading=loading, harness=harness)
-
-    @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> RopeHFLM:
-        """Return a model made from the text after lm-eval's `--model_args`: "pretrained=DIR,method=yarn,factor=8".
-
-        `additional_config` are lm-eval's own options: device, batch_size, max_batch_size.
-        """
-        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def follows_the_input(self) -> bool:

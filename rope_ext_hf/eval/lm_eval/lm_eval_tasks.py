@@ -22,7 +22,7 @@ from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.lm_eval.lm_eval_adapter import RopeHFLM
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.patching import patched_method
-from rope_ext_hf.plug_ins import plug_ins
+from rope_ext_hf.plug_ins import plug_in
 from rope_ext_hf.runs.folder.identity import provenance
 
 
@@ -80,8 +80,8 @@ def evaluate(
         )
     if include_path is not None and not Path(include_path).is_dir():
         raise MethodError(f"include_path must be a folder of tasks, and {str(include_path)!r} is not a folder")
-    with TemporaryDirectory() as plug_in_folder, left_out_of_log("lm_eval.api.task", "Custom kwargs can be passed"):
-        finder = TaskFinder(plug_in_folder, include_path, all_metadata, lm.max_length)
+    with TemporaryDirectory() as task_folder, left_out_of_log("lm_eval.api.task", "Custom kwargs can be passed"):
+        finder = TaskFinder(task_folder, include_path, all_metadata, lm.max_length)
         if apply_chat_template is None:
             long_inputs = all(name.startswith("rope_") or long_suite(name) for name in finder.names(tasks))
             apply_chat_template = long_inputs and bool(getattr(lm.tokenizer, "chat_template", None))
@@ -113,23 +113,24 @@ def evaluate(
 
 
 class TaskFinder:
-    """A catalogue of tasks for lm-eval: its own, those of plug-ins, and those in a folder of the user.
+    """A catalogue of tasks for lm-eval: its own, those of the tool box, and those in a folder of the user.
 
     Args:
-        plug_in_folder: an empty folder that plug-ins write their tasks into.
+        task_folder: an empty folder, into which the tool box writes its tasks.
         include_path: a folder with task definitions of one's own; None: there is none.
         metadata: lm-eval's metadata for tasks that make their own data.
         max_length: the longest input in tokens.
     """
 
     def __init__(
-        self, plug_in_folder: str | Path, include_path: str | Path | None, metadata: Mapping[str, Any], max_length: int
+        self, task_folder: str | Path, include_path: str | Path | None, metadata: Mapping[str, Any], max_length: int
     ) -> None:
         from lm_eval.tasks import TaskManager
 
-        for write in plug_ins("lm_eval_tasks").values():
-            write(plug_in_folder)
-        paths = [plug_in_folder, *([] if include_path is None else [include_path])]
+        write_tasks = plug_in("parts", "lm_eval_tasks")  # of the tool box, which may not be installed
+        if write_tasks is not None:
+            write_tasks(task_folder)
+        paths = [task_folder, *([] if include_path is None else [include_path])]
         self.manager = TaskManager(include_path=paths, metadata=dict(metadata))
         # BABILong names its lengths as "2k", and other tasks in tokens
         babilong_metadata = {**metadata, "max_seq_lengths": babilong_length(max_length)}

@@ -475,7 +475,7 @@ def _plan(
     run_plan = RunPlan(PerplexityMeasurement(plan), name, unit=options.unit, **settings)
     if options.store_states is None:
         return run_plan
-    storing: RunPlan[PerplexityMeasurement] = needed_plug_in("evaluations", "store_states")(
+    storing: RunPlan[PerplexityMeasurement] = needed_plug_in("parts", "store_states")(
         run_plan, options, model, tokenizer
     )
     return storing

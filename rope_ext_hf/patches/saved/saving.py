@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rope_ext_hf.errors import CheckpointError, warn_caller
+from rope_ext_hf.files.model_files import name_way_out
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.models.config import UNKNOWN_TYPE
 from rope_ext_hf.models.config_keys import own_keys
-from rope_ext_hf.models.engine_keys import EngineAgreement, compare_engines, former_spelling
+from rope_ext_hf.models.engine_keys import compare_engines, former_spelling
 from rope_ext_hf.models.patch_records import PATCH_KEY
 from rope_ext_hf.patches.saved.adapters import modules_with_adapters, record_before_saving
 from rope_ext_hf.patches.saved.fingerprint import fingerprint_record
-from rope_ext_hf.patches.saved.gguf_models import name_way_out
 from rope_ext_hf.patches.saved.loading_code import write_loading_code
 from rope_ext_hf.patches.slots.patch_state import PatchState, swap_configs
 from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, patched_slots
@@ -161,19 +161,7 @@ def _before_state_dict(module: nn.Module, *_: Any) -> None:
     record_before_saving(module)
 
 
-def engine_agreement(state: PatchState, saved: dict[str, Any] | None = None) -> EngineAgreement:
-    """Return which serving engines run the saved patched model correctly; it is worked out once for each patch.
-
-    `saved` are the values of that config.json, where they are at hand.
-    """
-    if state.engines is None:
-        if saved is None:
-            saved = _as_saved(next(swap.patched for swap in state.configs if PATCH_KEY in vars(swap.patched)).to_dict())
-        state.engines = compare_engines(saved)
-    return state.engines
-
-
-def _as_saved(config: dict[str, Any]) -> dict[str, Any]:
+def config_as_saved(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a config that records a patch, with rope settings and length where every program reads them.
 
     The record then lists, under "former", the keys that repeat the rope settings for transformers 4.
@@ -240,15 +228,14 @@ def rewrite_config(
         more: what else goes into the record.
     """
     file = folder / "config.json"
-    state = patched_slots(model)[0].state
     additions = fingerprint_record(model) | dict(more or {})
     resumed_from = _CHECKPOINT.fullmatch(folder.name) is not None
     config = json.loads(file.read_text(encoding="utf-8"))
     for part in [config, *config.values()]:
         if not isinstance(part, dict) or PATCH_KEY not in part:
             continue
-        saved = _as_saved(part)
-        disagreeing = engine_agreement(state, saved).disagreeing
+        saved = config_as_saved(part)
+        disagreeing = compare_engines(saved).disagreeing
         if resumed_from:
             former = saved[PATCH_KEY].pop("former")
             saved = {key: value for key, value in saved.items() if key not in former}

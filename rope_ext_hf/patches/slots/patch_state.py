@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext_hf.models.engine_keys import EngineAgreement
 from rope_ext_hf.models.patch_records import PATCH_KEY, SAVED_KEYS, Patch
 from rope_ext_hf.models.patched_config import ConfigEncoding
 
@@ -66,8 +65,6 @@ class PatchState:
     warning: str | None  # the note that `patch` also warns of
     configs: list[ConfigSwap]
     below: tuple[Patch, ...] = ()  # the patches that this one was put on, oldest first; `unpatch` restores the last
-    engines: EngineAgreement | None = None
-    """What serving engines make of the saved config; None until saving.py has worked it out."""
 
     @property
     def record(self) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from rope_ext_hf.eval.measurement_options import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.options.method_choice import LayerChoice
-from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
 from rope_ext_hf.runs.conclusions.labels import method_key
 from rope_ext_hf.runs.conclusions.measures import Evidence, Measure, perplexity_text
 from rope_ext_hf.runs.conclusions.statistics import FEWEST, Estimate
@@ -27,6 +26,7 @@ from rope_ext_hf.tools.advice.advice import Advice, MethodAdvice
 from rope_ext_hf.tools.advice.advising import advise
 from rope_ext_hf.tools.advice.guidance import SERVING
 from rope_ext_hf.tools.engines.base import find_engine, list_engines
+from rope_ext_hf.tools.gguf.models import is_gguf, way_out
 from rope_ext_hf.tools.serving.configs import Model, needs_nothing, open_model
 from rope_ext_hf.tools.serving.serving_options import Extending
 

@@ -4,7 +4,7 @@ programs: one file per engine, which names its source (repository, version, file
 base, config_engine, overrides, former_spelling, gguf_rules: what engines have in common.
 target, serving_config: what an engine is to serve, and the command and keys with which it does.
 keys, formulas: the rope keys of a config, and the numbers that engines compute from them.
-agreement, comparison: which engines compute the same.
+comparison: do two engines compute the same?
 
 A file registers its engine when it is imported, so all files of this folder are imported here.
 """

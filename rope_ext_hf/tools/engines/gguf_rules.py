@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 from rope_ext_hf.errors import ServingError, short
-from rope_ext_hf.files.gguf_files import FileRope
 from rope_ext_hf.models.config_keys import Config, needed, rope_settings, rotated_dims, text_settings, yarn_magnitude
 from rope_ext_hf.tools.engines.base import NotCheckedError, engine_table
 from rope_ext_hf.tools.engines.formulas import alpha_theta, linear, llama3, longrope_magnitude, plain, yarn
 from rope_ext_hf.tools.engines.keys import Computed, check_sliding_layers, length_setting, rope_divisors
+from rope_ext_hf.tools.gguf.headers import FileRope
 
 VERSION = "b11549"
 """The build whose source the rules were taken from."""

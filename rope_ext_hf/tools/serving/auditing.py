@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
-from rope_ext_hf.files.gguf_files import read_file_rope
 from rope_ext_hf.files.whole import foreign_errors, mistral_format_files, read_json
 from rope_ext_hf.hub import model_folder
 from rope_ext_hf.models.config_keys import rope_settings, text_settings, unread_settings
@@ -25,6 +24,7 @@ from rope_ext_hf.tools.engines.comparison import Expected, engine_difference, ex
 from rope_ext_hf.tools.engines.gguf_rules import ARCHITECTURES, OF_SLIDING_LAYERS, file_computes
 from rope_ext_hf.tools.engines.keys import Computed, length_setting
 from rope_ext_hf.tools.engines.programs.vllm import HF_FORMAT, of_mistral_params
+from rope_ext_hf.tools.gguf.headers import read_file_rope
 from rope_ext_hf.tools.serving.class_rotary import ClassRotary, check_described
 from rope_ext_hf.tools.serving.configs import refuse_adapter
 

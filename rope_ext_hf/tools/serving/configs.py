@@ -26,12 +26,12 @@ from rope_ext_hf.methods.registry import list_methods, registered_name
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.patch_records import SAVED_KEYS, Patch
 from rope_ext_hf.options.arguments import command_line
-from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
 from rope_ext_hf.reading.cost.memory import cached_bytes
 from rope_ext_hf.tools.engines.base import Engine, find_engine
 from rope_ext_hf.tools.engines.keys import length_setting
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
 from rope_ext_hf.tools.engines.target import Target
+from rope_ext_hf.tools.gguf.models import is_gguf, way_out
 from rope_ext_hf.tools.serving.config_model import ConfigModel
 from rope_ext_hf.tools.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.tools.serving.serving_options import GPUServer

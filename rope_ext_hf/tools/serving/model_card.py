@@ -26,7 +26,6 @@ from rope_ext_hf.errors import CheckpointError, FileError, RopeExtError, one_lin
 from rope_ext_hf.files.whole import PlainLoader, disk_errors, foreign_errors, list_files, resolve_inside, write_text
 from rope_ext_hf.hub import fingerprint, folder_and_hub_id, is_adapter, load_empty, load_model
 from rope_ext_hf.patches.describing import describe
-from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
 from rope_ext_hf.patches.slots.patched_slot import active_patches, patch_state
 from rope_ext_hf.runs.conclusions.labels import method_key
 from rope_ext_hf.runs.conclusions.measures import Measure
@@ -38,6 +37,7 @@ from rope_ext_hf.runs.run import Run
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.engines.base import list_engines
 from rope_ext_hf.tools.engines.target import Target
+from rope_ext_hf.tools.gguf.models import is_gguf, way_out
 from rope_ext_hf.tools.serving.configs import Model, configure, make_target, open_model
 
 CARD = "README.md"

@@ -61,7 +61,7 @@ def gguf(
 
     Example: `rope-ext gguf model.gguf model-yarn.gguf --method yarn --factor 4`
     """
-    from rope_ext_hf.tools.serving.gguf_files import rewrite
+    from rope_ext_hf.tools.gguf.rewriting import rewrite
 
     methods.check_single()
     config = _configure(str(file) if model is None else model, methods, source, "gguf", None)

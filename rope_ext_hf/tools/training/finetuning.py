@@ -30,7 +30,6 @@ from rope_ext_hf.installing import install_command
 from rope_ext_hf.options.arguments import with_fields_of
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patch
-from rope_ext_hf.patches.saved.gguf_models import is_gguf, way_out
 from rope_ext_hf.reading.scorer import check_numbers
 from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.reading.text.documents import Tokens, corpus_name
@@ -41,6 +40,7 @@ from rope_ext_hf.runs.folder.run_file import RunFile, check_inputs, run_file
 from rope_ext_hf.runs.measurement import Listener
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.terminal import as_wide_as
+from rope_ext_hf.tools.gguf.models import is_gguf, way_out
 from rope_ext_hf.tools.serving.model_card import CARD_COLUMNS, made_from, write_card
 from rope_ext_hf.tools.training.callback import RopeCallback
 from rope_ext_hf.tools.training.finetune_report import FinetuneReport

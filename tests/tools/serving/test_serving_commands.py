@@ -16,8 +16,8 @@ from rope_ext_hf import Rotary
 from rope_ext_hf.reference import path
 from rope_ext_hf.tools.engines.base import list_engines
 from tests.support.commands import run, run_json
-from tests.support.gguf_models import write_llama
 from tests.support.oracles import by_dimension, llama3, plain, yarn_attention_factor
+from tests.tools.support.gguf_models import write_llama
 from tests.tools.support.model_servers import serving
 
 BUNDLED = Rotary(dim=64, theta=10_000.0, trained_length=256)

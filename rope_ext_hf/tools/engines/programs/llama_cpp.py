@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.files.gguf_files import FileRope
 from rope_ext_hf.models.config_keys import Config, yarn_magnitude
 from rope_ext_hf.tools.engines.base import Engine, engine_table, register_engine
 from rope_ext_hf.tools.engines.gguf_rules import (
@@ -29,6 +28,7 @@ from rope_ext_hf.tools.engines.gguf_rules import (
 from rope_ext_hf.tools.engines.keys import Computed, check_sliding_layers
 from rope_ext_hf.tools.engines.serving_config import ServingConfig
 from rope_ext_hf.tools.engines.target import Target
+from rope_ext_hf.tools.gguf.headers import FileRope
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""What other programs read in a patched folder: their rules written out, both spellings, and what is said of them."""
+"""What other programs read in a patched folder: their rules written out, both spellings, and what is said of them.
+
+tests/tools/engines/test_comparison.py holds the table of `compare_engines` to the rules of the tool box.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,10 @@ import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.folder_copies import save_patched_folder
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import load_empty
-from rope_ext_hf.models.engine_keys import KEYS_FOR_OTHER_ENGINES, compare_engines, former_keys
+from rope_ext_hf.models.engine_keys import KEYS_FOR_OTHER_ENGINES, TRIED_FAMILIES, compare_engines, former_keys
 from rope_ext_hf.models.families import former_key
-from rope_ext_hf.tools.engines.agreement import TRIED_FAMILIES
-from rope_ext_hf.tools.engines.config_engine import other_engines
 from tests.support.models import FAMILIES, THETA, TRAINED, build, build_known, logits, static_cases, tokens
 from tests.support.saved_models import DYNAMIC, STATIC, Lookup, load_plainly, saved_config, saved_rope
-
-ROOT = Path(__file__).parents[3]
 
 # --- the attention factor by the rules of others ------------------------------------------------------------------
 
@@ -225,6 +224,7 @@ def test_a_process_that_writes_no_config_rewrites_none(tmp_path: Path) -> None:
 
 # --- what is said of them -----------------------------------------------------------------------------------------
 
+RUN = ("transformers 4.57", "ExLlamaV3 1.6.5", "mlx-lm 0.32.2", "vLLM 0.33", "SGLang 0.5.23")
 SOURCE_ALONE = "TensorRT-LLM 1.2.0rc2"
 LISTS = {"short_factor": [1.0] * 8, "long_factor": [float(i + 1) for i in range(8)]}
 
@@ -237,10 +237,7 @@ LISTS = {"short_factor": [1.0] * 8, "long_factor": [float(i + 1) for i in range(
         (
             "longrope",
             LISTS,
-            [
-                *("transformers 4.57", "ExLlamaV3 1.6.5", "mlx-lm 0.32.2", "vLLM 0.33", "SGLang 0.5.23"),
-                "TensorRT-LLM 1.2.0rc2",
-            ],
+            [*RUN, SOURCE_ALONE],
         ),
     ],
 )
@@ -253,7 +250,7 @@ def test_saving_warns_of_programs_that_run_another_model(
     build("llama").save_pretrained(tmp_path / "plain")
     with pytest.warns(UserWarning, match=f"^{', '.join(wrong)} would load"):
         save_patched_folder(model, tmp_path / "plain", tmp_path / "folder")
-    right = [each.label for each in other_engines() if each.label not in (*wrong, SOURCE_ALONE)]
+    right = [label for label in RUN if label not in wrong]
     assert rope.describe(model).save_route.endswith(
         f"known to be read right by {', '.join(['transformers 5', *right])}"
     )
@@ -264,11 +261,10 @@ def test_saving_warns_of_programs_that_run_another_model(
 def test_forms_that_all_of_them_read(method: str, tmp_path: Path) -> None:
     model = rope.patch(build("llama"), method, factor=4)
     model.save_pretrained(tmp_path)
-    names = ", ".join(each.label for each in other_engines() if each.label != SOURCE_ALONE)
     known, _, by_source = rope.describe(model).save_route.partition(
         "; by their source code, which was read but not run, also by "
     )
-    assert known.endswith(f"known to be read right by transformers 5, {names}")
+    assert known.endswith(f"known to be read right by transformers 5, {', '.join(RUN)}")
     assert by_source == ("" if method in ("yarn", "by-parts") else SOURCE_ALONE)
 
 
@@ -277,28 +273,6 @@ def test_of_other_families_only_transformers_is_known(tmp_path: Path) -> None:
     model = rope.patch(build("glm"), "yarn", factor=4, attention_factor=1.3)
     model.save_pretrained(tmp_path)
     assert rope.describe(model).save_route.endswith("known to be read right by transformers 5")
-
-
-def test_what_is_said_was_measured() -> None:
-    measured = json.loads((ROOT / "docs" / "results" / "other-engines.json").read_text(encoding="utf-8"))
-    programs = {row["engine"] for row in measured["rows"]}
-    assert {next(each.label for each in other_engines() if name.startswith(each.label)) for name in programs} == {
-        "transformers 4.57",
-        "mlx-lm 0.32.2",
-    }
-    assert {row["model"] for row in measured["rows"]} == {"reference", *TRIED_FAMILIES}
-    for row in measured["rows"]:
-        assert row["without"] > 100 * measured["agree"], row  # a program that passes over the method would show
-        if row["method"] in ("linear", "ntk", "yarn", "by-parts", "llama3"):  # see test_forms_that_all_of_them_read
-            assert row["difference"] <= measured["agree"], row
-
-
-def test_mlx_lm_ran_what_serving_config_prints() -> None:
-    result = json.loads((ROOT / "docs" / "results" / "other-engines.json").read_text(encoding="utf-8"))
-    for row in result["served"]:
-        assert row["by"] == "refused" or row["difference"] <= result["agree"], row
-    served = {row["method"] for row in result["served"] if row["by"] != "refused"}
-    assert served == {row["method"] for row in result["rows"]} - {"longrope, two lists"}
 
 
 def test_keys_for_other_engines_are_no_settings_of_a_family(saved: Lookup, tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, FileError
-from rope_ext_hf.files.gguf_files import read_file_rope
 from rope_ext_hf.hub import load_empty, load_model, load_tokenizer, model_folder
-from rope_ext_hf.patches.saved.gguf_models import check_rotation
 from rope_ext_hf.runs.folder.model_digest import model_digest
-from tests.support.gguf_models import LENGTH, THETA, write_llama
+from rope_ext_hf.tools.gguf.headers import read_file_rope
+from rope_ext_hf.tools.gguf.models import check_rotation
 from tests.support.models import logits, tokens
+from tests.tools.support.gguf_models import LENGTH, THETA, write_llama
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -116,8 +116,9 @@ def test_an_adapter_is_loaded_onto_a_file(file: Path, model: LlamaForCausalLM, t
     settings = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(rope.from_pretrained(file, "linear", factor=2.0), settings)
     adapted.save_pretrained(tmp_path / "adapter")
-    loaded = rope.from_pretrained(tmp_path / "adapter")
-    torch.testing.assert_close(logits(loaded, ids), logits(adapted, ids), atol=1e-5, rtol=1e-5)
+    for loaded in (rope.from_pretrained(tmp_path / "adapter"), load_model(tmp_path / "adapter")):
+        torch.testing.assert_close(logits(loaded, ids), logits(adapted, ids), atol=1e-5, rtol=1e-5)
+    assert rope.describe(load_empty(tmp_path / "adapter")).method == "linear"
 
 
 def test_folders_name_their_files(file: Path, model: LlamaForCausalLM) -> None:

@@ -1,7 +1,9 @@
 """Models in GGUF files: where the file is, which RoPE it states, and how a model from it can be saved.
 
+`GGUFFile` is the plug-in by which the library loads a model from a GGUF file, instead of a folder.
+
 transformers rebuilds a config from the keys of a GGUF file, but not the scaling of the rotary embedding, and neither
-theta nor the number of rotated dims for every architecture. `file_config` adds them, and `check_rotation` compares the
+theta nor the number of rotated dims for every architecture. `_file_config` adds them, and `check_rotation` compares the
 model with the file, because the model would otherwise run with another RoPE than the one it was trained with.
 """
 
@@ -11,26 +13,28 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rope_ext_hf.errors import CheckpointError, short
-from rope_ext_hf.files.gguf_files import FileRope, read_file_rope
+from rope_ext_hf.errors import CheckpointError, UnsupportedModelError, short
+from rope_ext_hf.files.model_files import ModelFile, loaded_from
 from rope_ext_hf.files.whole import foreign_errors, resolve_inside
+from rope_ext_hf.hub import fingerprint
 from rope_ext_hf.models.family_settings import check_stated
+from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.options.arguments import command_line
+from rope_ext_hf.tools.gguf.headers import FileRope, read_file_rope
+from rope_ext_hf.tools.gguf.importing import GGUFImport
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+    from rope_ext_hf.checkpoints.report import ConversionReport
     from rope_ext_hf.patches.saved.fingerprint import Fingerprint
 
-__all__ = ["is_gguf", "way_out"]
-
-GGUF_FILE = "gguf_file"
+_GGUF_FILE = "gguf_file"
 """The argument of transformers' from_pretrained for the name of a GGUF file."""
 _LOCATION = ("revision", "subfolder", "token", "cache_dir", "local_files_only")
 _DEFAULT_THETA = 10_000.0  # of llama.cpp, where a file states none
@@ -44,62 +48,117 @@ _TRANSLATED = {
 """The keys of a scaling that `_scaling` reads."""
 
 
-def is_gguf(path: str | Path) -> bool:
-    """Return whether a path has the suffix of a GGUF file, and no folder has this name."""
-    return str(path).lower().endswith(".gguf") and not os.path.isdir(path)  # noqa: PTH112
+class GGUFFile(ModelFile):
+    """A model in a GGUF file; `rope_ext_hf.files.model_files.ModelFile` says what each method is for."""
 
+    title = "GGUF file"
 
-def check_no_gguf_folder(folder: Path) -> None:
-    """Raise CheckpointError for a folder that holds GGUF files instead of a config; the message names the files."""
-    names = sorted(path.name for path in folder.iterdir() if is_gguf(path))
-    if not names or any((folder / name).exists() for name in ("config.json", "adapter_config.json", "params.json")):
-        return
-    listed = ", ".join(map(short, names[:10])) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-    raise CheckpointError(
-        f"{str(folder)!r} holds GGUF files and no config.json; give the path of the file instead of the folder: "
-        f"{str(folder / names[0])!r}" + (f" (the folder has {listed})" if len(names) > 1 else "")
-    )
+    def __init__(self, path: Path) -> None:
+        self.name = path  # as the user wrote it, for messages
+        self.path = Path(os.path.abspath(path.expanduser()))  # noqa: PTH100  # links keep their names
 
+    @classmethod
+    def find(cls, path: str | Path, name: Any, arguments: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+        if name is None:
+            cls(Path(path)).check_exists()
+            file = cls(Path(path)).path
+        elif not isinstance(name, (str, Path)) or not str(name):
+            raise CheckpointError(f"gguf_file must be the name of a file, got {short(repr(name))}")
+        else:
+            file = _file_in(path, str(name), arguments)
+        return file, {key: value for key, value in arguments.items() if key not in _LOCATION}
 
-def check_gguf_exists(file: Path) -> None:
-    """Raise CheckpointError unless a path with the suffix of a GGUF file is that of a file."""
-    if not os.path.isfile(file):  # noqa: PTH113  # a path that is too long does not exist
-        raise CheckpointError(
-            f"no such GGUF file: {short(str(file))!r}; one on the Hub is downloaded first: `hf download OWNER/NAME "
-            "FILE.gguf` prints its path"
+    @property
+    def way_out(self) -> str:
+        return way_out(self.name)
+
+    def check_exists(self) -> None:
+        if not os.path.isfile(self.path):  # noqa: PTH113  # a path that is too long does not exist
+            raise CheckpointError(
+                f"no such GGUF file: {short(str(self.name))!r}; one on the Hub is downloaded first: `hf download "
+                "OWNER/NAME FILE.gguf` prints its path"
+            )
+
+    def config(self) -> Any:
+        """Return the config of the model, after a comparison of its RoPE with the one that the file states."""
+        config, rope = _file_config(self.path)
+        with suppress(UnsupportedModelError):  # a model without rotary modules
+            check_rotation(fingerprint(empty_model(config)), rope, self.path)
+        return config
+
+    def loading_arguments(self) -> dict[str, Any]:
+        return {**_dequantizing(), _GGUF_FILE: str(self.path)}
+
+    def tokenizer_arguments(self) -> dict[str, Any]:
+        _file_config(self.path)  # an error for a damaged file, which others might read on and on
+        return {_GGUF_FILE: str(self.path)}
+
+    def convert(
+        self,
+        dst: Path,
+        to: str,
+        *,
+        dequantize: str | None,
+        source_pairing: str | None,
+        force: bool,
+        resume: bool,
+        verify: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> ConversionReport:
+        if source_pairing is not None or force:
+            raise CheckpointError(
+                f"{str(self.name)!r} is a GGUF file, whose rows transformers puts into the order that its class "
+                "rotates; leave out the source pairing (--from) and force (--force)"
+            )
+        if dequantize is None:
+            line = command_line("convert", self.name, dst, to="hf", dequantize="bfloat16")
+            raise CheckpointError(
+                f"{short(str(self.name))!r} is a GGUF file, whose weights are unpacked in a folder of safetensors, and "
+                f"take several times the space; to do so: `{line}` (float32 is exact, and takes twice the space)"
+            )
+        conversion = GGUFImport(self.name.expanduser(), dst, to, dequantize=dequantize)
+        return conversion.run(resume=resume, verify=verify, progress=progress)
+
+    @classmethod
+    def name_way_out(cls, model: Any) -> None:
+        """Make `save_pretrained` of a model whose weights are still packed say how to keep the model.
+
+        transformers asks the object that holds the settings of the quantisation, which belongs to this model alone,
+        whether the model can be saved. Models that were loaded with `loading_arguments` are ordinary models.
+        """
+        if not isinstance(getattr(model.hf_quantizer.quantization_config, _GGUF_FILE, None), str):
+            return
+        file = loaded_from(model)
+
+        def is_serializable(*_: Any, **__: Any) -> bool:
+            raise CheckpointError(
+                "this model still belongs to its GGUF file and cannot be saved. Load it with "
+                f"rope_ext_hf.from_pretrained({str(file)!r}), which unpacks its weights, and save that; or: "
+                f"{way_out(Path(file))}"
+            )
+
+        model.hf_quantizer.is_serializable = is_serializable
+
+    @classmethod
+    def loading_note(cls, model: Any, files: list[Path]) -> str | None:
+        """Return a sentence on a scaling that may be missing.
+
+        From a GGUF file transformers reads rope.freq_base, but a scaling only for gpt-oss (integrations/ggml.py,
+        modeling_gguf_pytorch_utils.py).
+        """
+        if model.config.model_type == "gpt_oss":
+            return None
+        names = ", ".join(file.name for file in files)
+        return (
+            f"This model was loaded from a GGUF file ({names}), and transformers drops a linear or yarn scaling of "
+            "such a file. `rope-ext audit FILE.gguf` shows whether it has one; if so, load the model from a "
+            "config.json."
         )
 
 
-def with_gguf_file(path: str | Path, arguments: Mapping[str, Any]) -> tuple[str | Path, dict[str, Any]]:
-    """Return the folder of a model, and arguments of from_pretrained with the absolute path of its GGUF file, if any.
-
-    transformers looks for a relative `gguf_file` in the current folder first, and only then in the model's.
-
-    Args:
-        path: the path of a GGUF file; or a folder or Hub id, with a file name as `gguf_file` among the arguments.
-        arguments: the arguments of from_pretrained.
-
-    Raises:
-        CheckpointError, FileError: the file does not exist, or lies outside the folder.
-    """
-    arguments = dict(arguments)
-    name = arguments.pop(GGUF_FILE, None)
-    if name is None and not is_gguf(path):
-        folder = Path(path).expanduser()
-        if os.path.isdir(folder) and not arguments.get("subfolder"):  # noqa: PTH112
-            check_no_gguf_folder(folder)
-        return path, arguments
-    if is_gguf(path):
-        file = Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100  # links keep their names
-        if name is not None:
-            raise CheckpointError(f"{str(path)!r} is a GGUF file already; leave out gguf_file={short(str(name))!r}")
-        check_gguf_exists(file)
-    elif not isinstance(name, (str, Path)) or not str(name):
-        raise CheckpointError(f"gguf_file must be the name of a file, got {short(repr(name))}")
-    else:
-        file = _file_in(path, str(name), arguments)
-    kept = {key: value for key, value in arguments.items() if key not in _LOCATION}
-    return file.parent, kept | {GGUF_FILE: str(file)}
+def is_gguf(path: str | Path) -> bool:
+    """Return whether a path has the suffix of a GGUF file, and no folder has this name."""
+    return str(path).lower().endswith(".gguf") and not os.path.isdir(path)  # noqa: PTH112
 
 
 def _file_in(path: str | Path, name: str, arguments: Mapping[str, Any]) -> Path:
@@ -118,7 +177,7 @@ def _file_in(path: str | Path, name: str, arguments: Mapping[str, Any]) -> Path:
         return Path(os.path.abspath(str(cached_file(str(path), name, **where))))  # noqa: PTH100
 
 
-def dequantizing() -> dict[str, Any]:
+def _dequantizing() -> dict[str, Any]:
     """Return the argument of from_pretrained by which the weights of a GGUF file become ordinary tensors.
 
     Without it transformers would fetch kernels from the Hub where the package `kernels` is installed, and keep the
@@ -130,7 +189,7 @@ def dequantizing() -> dict[str, Any]:
     return {} if settings is None else {"quantization_config": settings(dequantize=True)}
 
 
-def file_config(file: Path) -> tuple[Any, FileRope]:
+def _file_config(file: Path) -> tuple[Any, FileRope]:
     """Return the config of the model in a GGUF file, with the RoPE that the file states, and that RoPE itself.
 
     Raises:
@@ -140,8 +199,7 @@ def file_config(file: Path) -> tuple[Any, FileRope]:
     from transformers import AutoConfig
 
     failure = f"the GGUF file {short(str(file))!r} could not be loaded by transformers"
-    if not file.is_file():
-        raise CheckpointError(f"no such GGUF file: {short(str(file))!r}")
+    GGUFFile(file).check_exists()
     status = file.stat()
     values, rope = _header(str(file), status.st_size, status.st_mtime_ns)
     with foreign_errors(failure):
@@ -262,7 +320,7 @@ def _close(values: list[float], others: list[float]) -> bool:
     )
 
 
-def check_rotation(fingerprint: Fingerprint, rope: FileRope, file: Path) -> None:
+def check_rotation(rotation: Fingerprint, rope: FileRope, file: Path) -> None:
     """Compare the rotation of a model with the one that its GGUF file states.
 
     YaRN and LongRoPE are compared by theta and the number of rotated dims, everything else by all frequencies.
@@ -277,7 +335,7 @@ def check_rotation(fingerprint: Fingerprint, rope: FileRope, file: Path) -> None
         factor = float(rope.keys.get("rope.scaling.factor") or rope.keys.get("rope.scale_linear") or 1.0)
         divisors = next(iter(rope.tensors.values()), divisors)
         divisors = tuple(divisor * (1.0 if kind == "none" else factor) for divisor in divisors)
-    for layer in fingerprint.layers.values():
+    for layer in rotation.layers.values():
         inv_freq = [*layer.inv_freq]
         rotated = [value for value in inv_freq if value]  # the rest of a head may be kept as pairs that do not rotate
         if kind in ("yarn", "longrope"):
@@ -286,45 +344,11 @@ def check_rotation(fingerprint: Fingerprint, rope: FileRope, file: Path) -> None
             same = _close(rotated, _frequencies(theta, rope.dim, divisors))
         if same:
             return
-    layers = [f"theta {layer.theta:g}, {2 * len(layer.inv_freq)} dims" for layer in fingerprint.layers.values()]
+    layers = [f"theta {layer.theta:g}, {2 * len(layer.inv_freq)} dims" for layer in rotation.layers.values()]
     raise CheckpointError(
         f"transformers reads another RoPE from {short(str(file))!r} ({'; '.join(layers)}) than the file states (theta "
         f"{theta:g}, {rope.dim} dims); give the folder that the file was made from"
     )
-
-
-def gguf_path(model: Any) -> Path | None:
-    """Return the GGUF file that a live model was loaded from; None for any other model.
-
-    It is also None for a model that was loaded with `dequantizing`, and in versions of transformers that always unpack
-    the weights: such a model is saved like any other.
-    """
-    settings = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
-    name = getattr(settings, GGUF_FILE, None)
-    if not isinstance(name, str):
-        return None
-    return Path(getattr(model, "name_or_path", "") or "", name)
-
-
-def name_way_out(model: PreTrainedModel) -> None:
-    """Make `save_pretrained` of a model that transformers has loaded from a GGUF file say how to keep the model.
-
-    Other models are left alone; so are those that were loaded with `dequantizing`, which are ordinary models.
-
-    transformers asks the object that holds the settings of the quantisation, which belongs to this model alone, whether
-    the model can be saved.
-    """
-    file = gguf_path(model)
-    if file is None:
-        return
-
-    def is_serializable(*_: Any, **__: Any) -> bool:
-        raise CheckpointError(
-            f"this model still belongs to its GGUF file and cannot be saved. Load it with rope_ext_hf.from_pretrained("
-            f"{str(file)!r}), which unpacks its weights, and save that; or: {way_out(file)}"
-        )
-
-    model.hf_quantizer.is_serializable = is_serializable
 
 
 def way_out(file: Path) -> str:

@@ -16,8 +16,6 @@ from rope_ext_hf.errors import CheckpointError, MethodError, short
 from rope_ext_hf.files.whole import foreign_errors
 from rope_ext_hf.installing import install_command
 
-__all__ = ["FileRope", "architecture_of", "open_gguf", "read_file_rope"]
-
 _HEADER = struct.Struct("<4sIQQ")
 _MAX_ENTRIES = 1_000_000  # of keys, and of tensors, in a header; the largest published files have some thousands
 _MAX_READS = 20_000_000  # of numbers and strings in a header; a vocabulary of 256,000 tokens takes some 2 million

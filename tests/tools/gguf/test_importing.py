@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, MethodError
-from tests.support.gguf_models import write_llama
 from tests.support.models import logits, tokens
+from tests.tools.support.gguf_models import write_llama
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from rope_ext_hf.errors import CheckpointError, short
-from rope_ext_hf.files.gguf_files import architecture_of, open_gguf, read_file_rope
 from rope_ext_hf.files.whole import atomic_file, check_destination, foreign_errors
-from rope_ext_hf.tools.engines.serving_config import ServingConfig
+from rope_ext_hf.tools.gguf.headers import architecture_of, open_gguf, read_file_rope
 
 
-def rewrite(source: Path, destination: Path, config: ServingConfig) -> None:
+class _Changes(Protocol):
+    """The keys and tensors for RoPE that a copy of a GGUF file gets; `ServingConfig` has them."""
+
+    @property
+    def gguf_keys(self) -> Mapping[str, Any]: ...
+
+    @property
+    def gguf_tensors(self) -> Mapping[str, Sequence[float]]: ...
+
+    @property
+    def gguf_removed(self) -> Sequence[str]: ...
+
+
+def rewrite(source: Path, destination: Path, config: _Changes) -> None:
     """Copy a GGUF file, with the keys and tensors for RoPE changed to those of a serving config.
 
     After an error there is no copy, not even a part of one.
@@ -42,7 +55,7 @@ def rewrite(source: Path, destination: Path, config: ServingConfig) -> None:
             _write(reader, part, architecture, config)
 
 
-def _write(reader: Any, part: Path, architecture: str, config: ServingConfig) -> None:
+def _write(reader: Any, part: Path, architecture: str, config: _Changes) -> None:
     import gguf
 
     writer = gguf.GGUFWriter(part, architecture, endianess=reader.endianess)

@@ -11,16 +11,16 @@ import pytest
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, FileError, ServingError
-from rope_ext_hf.files.gguf_files import read_file_rope
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.engines.base import find_engine
 from rope_ext_hf.tools.engines.formulas import llama3, plain
 from rope_ext_hf.tools.engines.gguf_rules import file_computes
+from rope_ext_hf.tools.gguf.headers import read_file_rope
+from rope_ext_hf.tools.gguf.rewriting import rewrite
 from rope_ext_hf.tools.serving.configs import make_target
-from rope_ext_hf.tools.serving.gguf_files import rewrite
 from tests.support.commands import run
-from tests.support.gguf_models import LENGTH, write_llama
 from tests.support.wrapped_text import unwrapped
+from tests.tools.support.gguf_models import LENGTH, write_llama
 from tests.tools.support.serving_models import served_model
 
 gguf = pytest.importorskip("gguf")
