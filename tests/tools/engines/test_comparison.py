@@ -16,8 +16,8 @@ from rope_ext_hf.patches.saved.saving import config_as_saved
 from rope_ext_hf.tools.engines.base import reference_engine
 from rope_ext_hf.tools.engines.comparison import engine_difference, expected_numbers
 from rope_ext_hf.tools.engines.config_engine import other_engines
-from tests.patches.test_base_rope_published_configs import PUBLISHED
-from tests.patches.test_base_rope_published_configs import build as build_published
+from tests.patches.test_model_rope_published_configs import PUBLISHED
+from tests.patches.test_model_rope_published_configs import build as build_published
 from tests.support.models import FAMILIES, TRAINED, build, static_cases
 
 ROOT = Path(__file__).parents[3]
