@@ -1,7 +1,8 @@
 """The commands that measure at which lengths a model reads well: `ppl`, `sweep`, `passkey`, `report`.
 
 `Prepared` holds the steps that all of them share: plan, check that the model fits into memory, measure, print. The loop
-over methods, documents and spans is `rope_ext_hf.runs.loop.measure_methods`.
+over methods, documents and spans is `rope_ext_hf.runs.loop.measure_methods`. A perplexity is made there of the losses
+that `rope_ext_hf.eval.spans.perplexity_measurement` gets for each span from `rope_ext_hf.reading.scorer`.
 """
 
 from __future__ import annotations

@@ -149,7 +149,8 @@ class NTK(RopeMethod):
 def _index_of_cycles(rotary: Rotary, cycles: float) -> float:
     """Return the index i, a fraction in general, of the pair that completes `cycles` cycles over the context length.
 
-    It solves C b^(-2i/d) / 2 pi = cycles (find_correction_dim in the code of the YaRN authors).
+    It solves C b^(-2i/d) / 2 pi = cycles (find_correction_dim in the code of the YaRN authors). Without a scaling of
+    its own, the context length C of a model is its trained length.
     """
     if rotary.own is not None:
         return _index_over_scaling(rotary, cycles)
@@ -313,6 +314,7 @@ class Yarn(RampedMethod):
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if self.ramp == "cycles":
             return super().plain_rope_parameters(rotary)
+        # transformers works out the same attention factor from these, so that it is stated only if it was given
         return _counted_parameters("yarn", rotary, self)
 
 

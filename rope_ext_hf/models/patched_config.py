@@ -168,9 +168,10 @@ def write_rope(
     """
     before = {key: copy.deepcopy(value) for key, value in config.to_dict().items() if key in SAVED_KEYS}
     before["max_position_embeddings"] = config.max_position_embeddings  # `to_dict` has max_seq_len for it (DBRX)
+    parameters = write_settings(config, encoding, layer_types)  # changes the config
     record = patch.to_dict() | {
         "layer_types": layer_types,
-        "rope_parameters": copy.deepcopy(write_settings(config, encoding, layer_types)),
+        "rope_parameters": copy.deepcopy(parameters),
         "max_position_embeddings": encoding.saved_length,
         "before": before,
     }

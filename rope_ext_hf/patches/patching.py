@@ -1,7 +1,16 @@
 """Put a method into a live model, and take it out again.
 
-Everything that a patch changes is planned first, by `rope_ext_hf.patches.planning`, and then changed by
-`rope_ext_hf.patches.applying`.
+Everything that a patch changes is planned first, by `planning`, and then changed by `applying`. For a method such as
+YaRN:
+
+- its formula is in `methods.static`: from the rotary embedding of the model to inverse frequencies and a factor;
+- they are computed once, when the new rotary module is made (`rotary.embedding`), which keeps them in fixed point and
+  makes cos and sin of them in each forward;
+- `slots.patched_slot` has the module that stands in the place of the model's own one, and shows the new `inv_freq`;
+- `models.patched_config` writes the settings into a copy of the config, which the model gets with the module.
+
+A forward of the model passes through nothing else. Length-dependent and remapping methods also change the forward of
+the decoder (`forward`).
 """
 
 from __future__ import annotations
@@ -64,7 +73,7 @@ def patch(
 ) -> Any:
     """Change the RoPE method of a loaded model, in place.
 
-        model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
+        model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
         rope.patch(model, "yarn", factor=4)
 
     A model that is patched already gets the new method instead of the old one, unless `over` says "patched". So does a

@@ -4,9 +4,14 @@
     nats = scorer.losses(ids, first=1024)      # one number per token from the 1024th on
     scorer.reading                             # "in chunks of 512 tokens", or "whole: " and the reason
 
-The losses of a short text come from one forward of the decoder, and the head on a part of its tokens at a time. Longer
-texts are read in chunks (`chunked_reader`). Which of these ways give the logits of an ordinary
-forward is checked on a few tokens (`chunk_check`); where none does, every text is read whole (`whole_reader`).
+| way | texts | attention |
+|---|---|---|
+| one forward of the decoder (`whole_reader.decoder_outputs`) | losses of at most 1,024 tokens | the model's own |
+| in chunks, layer by layer if its layers allow it (`chunked_reader`) | all others | that of `chunked_attention` |
+| one forward of the model (`whole_reader.whole_logits`) | where these give other logits | the model's own |
+
+The first two are tried on a few tokens (`chunk_check`) against the logits of an ordinary forward. Both give outputs of
+the decoder; `head_losses` makes losses of them, a part of the tokens or of the vocabulary at a time.
 """
 
 from __future__ import annotations
@@ -32,8 +37,8 @@ from rope_ext_hf.reading.through.chunk_check import (
     CHECKED_TOKENS,
     MOST_AT_ONCE,
     checked_logits,
-    reads_at_once,
-    why_not_in_chunks,
+    try_at_once,
+    try_in_chunks,
 )
 from rope_ext_hf.reading.through.chunked_reader import ChunkedReader, UseOfOutputs
 from rope_ext_hf.reading.through.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
@@ -142,15 +147,15 @@ class TokenScorer:
             expected = None
             if not is_offloaded(self.reader.decoder):
                 expected = checked_logits(self.reader, self._device)
-            self._at_once = expected is not None and reads_at_once(self.reader, self._device, expected)
+            self._at_once = expected is not None and try_at_once(self.reader, self._device, expected)
             if not self.reads_at_once(longest or 1):
-                self.whole_because = why_not_in_chunks(self.reader, self._device, expected)
+                self.whole_because = try_in_chunks(self.reader, self._device, expected)
 
     @cached_property
     def whole_because(self) -> str | None:
         """The reason why texts cannot be read in chunks; None: they can. It is found out when a text needs it."""
         with torch.inference_mode(), self._held_length(CHECKED_TOKENS):
-            return why_not_in_chunks(self.reader, self._device)
+            return try_in_chunks(self.reader, self._device)
 
     @property
     def _device(self) -> torch.device:

@@ -216,8 +216,8 @@ def span_passes(spans: Iterable[Span], *, depends_on_total_length: bool) -> list
     """Return the passes in which spans of one document are read, in the order of the spans.
 
     Spans that read the same tokens at the same length share a pass. Where the method does not follow the length of the
-        input, all spans with the same first token share one as well: the output of a causal model for a token does not
-        depend on later tokens, so that the longest pass also scores the shorter spans.
+    input, all spans with the same first token share one as well: the output of a causal model for a token does not
+    depend on later tokens, so that the longest pass also scores the shorter spans.
 
     Args:
         spans: the spans.

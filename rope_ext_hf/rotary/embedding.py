@@ -82,6 +82,8 @@ class RotaryEmbedding(nn.Module):
             that has one (`learnable`) only. Gradients reach it through cos and sin; angles are then products in float64
             (float32 on MPS, where they lose accuracy as positions grow), not in fixed point. `present_method` gives the
             method with its present values.
+        frequency: the frequency of each pair in 2^-64 cycles per position, (dim // 2,) int64; it is no buffer, so that
+            casts and averages of the model do not change it.
         attention_factor: the factor of cos and sin at the fixed length, else at the context length.
         fixed_length: the length in tokens inside `at_length`; None: outside.
 
@@ -135,7 +137,7 @@ class RotaryEmbedding(nn.Module):
             # Nor is this a buffer: before each forward DistributedDataParallel sets the buffers of all processes to
             # those of the first one, which has read other inputs.
             self.longest_seen = _no_tokens()
-        self._set_length(None)
+        self._compute_frequencies(None)
         if self.method.trainable:
             self.trained = nn.Parameter(self._initial_values())
 
@@ -182,13 +184,13 @@ class RotaryEmbedding(nn.Module):
             )
         hold = object()
         self._holds[hold] = length
-        self._set_length(length)
+        self._compute_frequencies(length)
         self._fixed_by = threading.get_ident()
         try:
             yield
         finally:  # blocks of generators may end before those inside of them
             del self._holds[hold]
-            self._set_length(next(reversed(self._holds.values()), None))
+            self._compute_frequencies(next(reversed(self._holds.values()), None))
             if not self._holds:
                 self._fixed_by = None
 
@@ -208,7 +210,7 @@ class RotaryEmbedding(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._holds, self._fixed_by = {}, None
         if self.fixed_length is not None:
-            self._set_length(None)
+            self._compute_frequencies(None)
 
     def reset(self) -> None:
         """Forget the longest input met so far.
@@ -218,8 +220,8 @@ class RotaryEmbedding(nn.Module):
         if self.method.sticky_length:
             self.longest_seen.zero_()
 
-    def _set_length(self, length: int | None) -> None:
-        """Use the frequencies for an input of `length` tokens from now on.
+    def _compute_frequencies(self, length: int | None) -> None:
+        """Compute the frequencies for an input of `length` tokens, and use them from now on.
 
         None: no length is fixed. Static methods then have the frequencies at the context length.
         """

@@ -25,6 +25,9 @@ def measure_methods(
 ) -> None:
     """Measure documents or prompts under every method, and tell a listener of each value.
 
+    Values are not returned: the journal of a run's folder, or a list in memory, is among the listeners, and results are
+    made of what it holds (`folder.results_from_records`).
+
     Args:
         measurement: the documents or prompts, and how they are scored.
         methods: the methods, in their order; the model is patched with one after the other.

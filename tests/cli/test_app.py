@@ -636,7 +636,7 @@ def test_memory_is_said_again_where_texts_are_read_whole(tmp_path: Path, monkeyp
     def refuse(*_: object) -> str:
         return "of this test"
 
-    monkeypatch.setattr("rope_ext_hf.reading.scorer.why_not_in_chunks", refuse)
+    monkeypatch.setattr("rope_ext_hf.reading.scorer.try_in_chunks", refuse)
     monkeypatch.setattr("rope_ext_hf.reading.cost.memory.available", lambda device: 40_000_000)
     options = ["--max-spans", "1", "--targets", "128", "--data", ONE_MODULE, "--out", str(tmp_path)]
     code, _, err = run("ppl", "reference", "--lengths", "256,512", *options)

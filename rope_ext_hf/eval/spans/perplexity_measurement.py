@@ -145,7 +145,8 @@ class PerplexityMeasurement(SpanMeasurement[DocumentLoss]):
         nats_of_passes = [nats.to(torch.float64) for nats in self.losses(scorer, readings)]
         recent_nats = self._recent_losses(scorer, readings) if self.plan.recent and scorer.unpatched else {}
         losses: list[Sequence[DocumentLoss]] = []
-        for (item, _, _, one_pass, _), nats in zip(readings, nats_of_passes, strict=True):
+        for reading, nats in zip(readings, nats_of_passes, strict=True):
+            item, one_pass = reading.item, reading.what
             first = first_scored(one_pass)
             losses.append(
                 [

@@ -52,11 +52,11 @@ def checked_logits(reader: ChunkedReader, device: torch.device) -> Tensor:
     return expected
 
 
-def reads_at_once(reader: ChunkedReader, device: torch.device, expected: Tensor) -> bool:
-    """Return whether one forward of the decoder, and then its head on a part of the tokens, give the model's logits.
+def try_at_once(reader: ChunkedReader, device: torch.device, expected: Tensor) -> bool:
+    """Try whether one forward of the decoder, and then its head on a part of the tokens, give the model's logits.
 
-    If so, the setting `finish` of the reader is set to that with which the logits were equal. Layers with a cache of an
-    unknown kind, which may choose keys by the number of tokens, are left to the other ways.
+    If so, the result is true, and the setting `finish` of the reader is set to that with which the logits were equal.
+    Layers with a cache of an unknown kind, which may choose keys by the number of tokens, are left to the other ways.
 
     Args:
         reader: the reader; its weights are on the device.
@@ -89,8 +89,8 @@ def _checked_ids(model: PreTrainedModel, device: torch.device) -> Tensor:
     return torch.linspace(vocabulary // 8, 7 * vocabulary // 8, CHECKED_TOKENS, device=device).long()
 
 
-def why_not_in_chunks(reader: ChunkedReader, device: torch.device, expected: Tensor | None = None) -> str | None:
-    """Return why a model cannot be read in chunks; None if it can.
+def try_in_chunks(reader: ChunkedReader, device: torch.device, expected: Tensor | None = None) -> str | None:
+    """Try to read a model in chunks, and return why it cannot be done; None: it can.
 
     If it can, the settings `finish` and `windows` of the reader are set to those with which the logits were equal, and
     `layers` if the decoder can be read layer by layer.

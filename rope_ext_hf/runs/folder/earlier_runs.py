@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.errors import FileError, listed, short
+from rope_ext_hf.errors import FileError, listed, short, warn_caller
 from rope_ext_hf.files.whole import parse_json_object, with_tilde
 from rope_ext_hf.runs.folder.folder import SETTINGS, identifying, other_settings, setting_name
 from rope_ext_hf.runs.folder.journal import read_plain
@@ -38,10 +37,9 @@ def warn_if_begun_anew(file: RunFile, folder: Path, settings: Mapping[str, Any],
     because = f" ({changes_daily})" if changes_daily and setting_name("text") in names else ""
     threads = earlier.get("threads")
     advice = f". OMP_NUM_THREADS={threads} continues that run" if changed == ["threads"] else ""
-    warnings.warn(
+    warn_caller(
         f"the same command was run before, in {str(path)!r}; this run begins anew, because {listed(names)} "
-        f"changed{because}{advice}",
-        stacklevel=3,
+        f"changed{because}{advice}"
     )
 
 

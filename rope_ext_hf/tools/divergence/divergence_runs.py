@@ -398,7 +398,8 @@ class _DivergenceMeasurement(SpanMeasurement[DocumentDivergence]):
 
         results = scorer.outputs_together(self.texts(readings), use, length=readings[0].what.context)
         values: list[Sequence[DocumentDivergence]] = []
-        for (item, _, _, one_pass, _), parts in zip(readings, results, strict=True):
+        for reading, parts in zip(readings, results, strict=True):
+            item, one_pass = reading.item, reading.what
             sums = {span: torch.zeros(4, dtype=torch.float64) for span in one_pass.spans}
             for span, columns in (pair for pairs in parts for pair in pairs):
                 sums[span] += columns

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rope_ext_hf.models.decoder_arguments import cache_parameter
 from rope_ext_hf.reading.scorer import TokenScorer
-from rope_ext_hf.reading.through.chunk_check import why_not_in_chunks
+from rope_ext_hf.reading.through.chunk_check import try_in_chunks
 from rope_ext_hf.reading.through.chunked_reader import ChunkedReader
 from rope_ext_hf.reading.through.span_cache import SpanCache
 from rope_ext_hf.reference import path
@@ -47,6 +47,6 @@ def test_a_right_reader_passes_and_one_that_is_off_by_one_does_not(name: str, dt
     assert scorer.chunked, scorer.reading
     right = scorer.reader
     wrong = LaterByOne(right.model, decoder=right.decoder, head=right.head, chunk=512, head_bytes=2**20)
-    reason = why_not_in_chunks(wrong, torch.device("cpu"))
+    reason = try_in_chunks(wrong, torch.device("cpu"))
     assert reason is not None
     assert "that rounding makes" in reason
