@@ -82,8 +82,8 @@ class RotaryEmbedding(nn.Module):
             that has one (`learnable`) only. Gradients reach it through cos and sin; angles are then products in float64
             (float32 on MPS, where they lose accuracy as positions grow), not in fixed point. `present_method` gives the
             method with its present values.
-        frequency: the frequency of each pair in 2^-64 cycles per position, (dim // 2,) int64; it is no buffer, so that
-            casts and averages of the model do not change it.
+        frequency: the frequency of each pair in 2^-64 cycles per position, (dim // 2,) int64. It is not a buffer, so
+            that casts and averages of the model do not change it.
         attention_factor: the factor of cos and sin at the fixed length, else at the context length.
         fixed_length: the length in tokens inside `at_length`; None: outside.
 
