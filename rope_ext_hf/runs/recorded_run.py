@@ -53,7 +53,7 @@ def record_run(
 
     Args:
         plan, methods: the plan of the run, and its methods on the model.
-        settings: what `run_settings` returns.
+        settings: what is read, how and where, with digests of the text.
         listener: shows the progress.
         out: the folder in which the run's folder is created.
         workers: the processes that share the run.
@@ -66,7 +66,7 @@ def record_run(
         FileError, MethodError, RopeExtError: as `carry_out` raises them.
     """
     measurement = plan.measurement
-    settings = check_settings(json.loads(json.dumps(settings | _identity(plan, methods))))
+    settings = check_settings(json.loads(json.dumps(settings | _model_key(plan, methods))))
     inputs = inputs_of(settings)
     check_inputs(measurement.kind, inputs)
     if workers.count > 1:
@@ -158,15 +158,10 @@ class _Journal(Listener):
         self._workers.check()
 
 
-def _identity(plan: RunPlan[Any], methods: MeasuredMethods) -> dict[str, Any]:
-    """Return the settings that identify what is read, and the model: digests of text, weights and code."""
-    measurement = plan.measurement
-    modules = (*measurement.computed_by, *plan.reader_modules)
-    return {
-        "text": measurement.fingerprint(),
-        "cell_texts": {json.dumps(cell): text for cell, text in measurement.cell_fingerprints.items()},
-        **model_key(methods.model, [each.method for each in methods], methods.base_rotary, plan.over, *modules),
-    }
+def _model_key(plan: RunPlan[Any], methods: MeasuredMethods) -> dict[str, Any]:
+    """Return the settings that identify the model: digests of its weights and of the code that measures it."""
+    modules = (*plan.measurement.computed_by, *plan.reader_modules)
+    return model_key(methods.model, [each.method for each in methods], methods.base_rotary, plan.over, *modules)
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:

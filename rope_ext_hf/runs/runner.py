@@ -8,6 +8,7 @@ An item is a document or a prompt; a cell is a context length, alone or with a d
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -95,12 +96,17 @@ class _Kept(Listener):
 
 
 def _settings(plan: RunPlan[Any], methods: MeasuredMethods) -> dict[str, Any]:
-    """Return the settings of a run: what is read, how and where. In a folder, digests of text and model join them."""
+    """Return the settings of a run: what is read, how and where. In a folder, digests of the model join them.
+
+    By the digests of its text a run is compared with others, also in memory.
+    """
     measurement, contents = plan.measurement, plan.measurement.contents
     return {
         **provenance(methods.model, plan.data),
         **plan.reader,
         "kind": measurement.kind,
+        "text": measurement.fingerprint(),
+        "cell_texts": {json.dumps(cell): text for cell, text in measurement.cell_fingerprints.items()},
         "loaded": methods.loaded,
         "setting": asdict(measurement.setting),
         "items": list(contents.items),

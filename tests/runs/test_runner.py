@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.eval import passkey, perplexity, sweep
-from rope_ext_hf.eval.measurement_options import Sweep
+from rope_ext_hf.eval import measure, passkey, perplexity, sweep
+from rope_ext_hf.eval.measurement_options import Perplexity, Sweep
 from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
 from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns, Result, difference, loss_increase
 from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -32,6 +32,7 @@ from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reading.text.documents import Document, Tokens
 from rope_ext_hf.runs import recorded_run
 from rope_ext_hf.runs.chosen_methods import over_rotary
+from rope_ext_hf.runs.comparison import Comparison
 from rope_ext_hf.runs.conclusions.labels import label, method_key
 from rope_ext_hf.runs.conclusions.measures import perplexity_text
 from rope_ext_hf.runs.folder.folder import read_run
@@ -91,6 +92,17 @@ def test_a_sweep_equals_one_measurement_after_the_other(tmp_path: Path) -> None:
     assert cost.high is not None
     assert cost.low <= cost.value <= cost.high
     assert loss_increase(found, method_key(None)) is None
+
+
+def test_runs_in_memory_are_compared_where_they_read_the_same_text() -> None:
+    model = build("llama")
+
+    def in_memory(method: str, documents: list[Tokens]) -> Run[Result]:
+        return measure(model, Perplexity(data=documents, lengths=[64, 128], bos=False), methods=[method], factors=2)
+
+    yarn, ntk, other = in_memory("yarn", corpus()), in_memory("ntk", corpus()), in_memory("ntk", corpus()[:2])
+    assert [each.name for each in Comparison([yarn, ntk]).measures] == ["perplexity"]
+    assert len(Comparison([yarn, other]).measures) == 2
 
 
 @pytest.mark.slow

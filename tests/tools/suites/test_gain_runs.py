@@ -210,8 +210,8 @@ def test_the_bundled_model_uses_evidence_within_its_context_and_beyond_it_with_a
 
 
 @pytest.mark.slow
-def test_runs_at_other_distances_count_together(noise: Any, tmp_path: Path) -> None:
-    few, more = (measured(noise, lengths=[128], distances=distances, out=tmp_path) for distances in ([60], [60, 80]))
+def test_runs_at_other_distances_count_together(noise: Any) -> None:
+    few, more = (measured(noise, lengths=[128], distances=distances) for distances in ([60], [60, 80]))
     (measure_,) = findings_of_runs([few, more]).measures
     assert measure_.items["null"][128] == more.kind.measures(more)[0].items["null"][128]
 
