@@ -421,11 +421,12 @@ def load_tokenizer(
             "this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=..."
         )
     source, arguments = _locate(name, revision, _ALL_OF_A_TOKENIZER, trust_remote_code=trust_remote_code)
+    if model_file(source) is None:
+        source, arguments = tokenizer_source(source, **arguments)  # the base model of an adapter may be a model file
     file = model_file(source)
     if file is not None:
         source, arguments = str(file.path.parent), file.tokenizer_arguments()
     else:
-        source, arguments = tokenizer_source(source, **arguments)
         missing = missing_tokenizer(source)
         if missing:
             raise CheckpointError(missing)

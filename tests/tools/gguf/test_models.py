@@ -119,6 +119,7 @@ def test_an_adapter_is_loaded_onto_a_file(file: Path, model: LlamaForCausalLM, t
     for loaded in (rope.from_pretrained(tmp_path / "adapter"), load_model(tmp_path / "adapter")):
         torch.testing.assert_close(logits(loaded, ids), logits(adapted, ids), atol=1e-5, rtol=1e-5)
     assert rope.describe(load_empty(tmp_path / "adapter")).method == "linear"
+    assert load_tokenizer(tmp_path / "adapter")("thx").input_ids == load_tokenizer(file)("thx").input_ids
 
 
 def test_folders_name_their_files(file: Path, model: LlamaForCausalLM) -> None:
