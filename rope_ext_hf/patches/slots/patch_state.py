@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
 
+from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.models.patch_records import PATCH_KEY, SAVED_KEYS, Patch
 from rope_ext_hf.models.patched_config import ConfigEncoding
 
@@ -76,6 +77,15 @@ class PatchState:
         raise LookupError(
             f"no config of this patched model holds {PATCH_KEY!r}; something has removed it: patch the model again"
         )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copy or a pickle; raise UnsupportedModelError for a pickle of another version."""
+        if state.keys() != {each.name for each in fields(self)}:
+            raise UnsupportedModelError(
+                "this patched model was pickled by another version of rope_ext_hf: save it there with "
+                "save_pretrained, and load the folder with rope_ext_hf.from_pretrained"
+            )
+        vars(self).update(state)
 
 
 def copied_configs(
