@@ -125,6 +125,7 @@ class RotaryEmbedding(nn.Module):
         self.cast = cast
         self.axis_of_pair = None if axis_of_pair is None else tuple(axis_of_pair)
         self.identity = object()  # the replicas of nn.DataParallel share it, and copies do not
+        self.check_outside: Callable[[], None] | None = None  # called in a forward that no `ForwardState` belongs to
         self._holds: dict[object, int] = {}  # the lengths of the `at_length` blocks under way, the outermost first
         self._fixed_by: int | None = None  # the thread inside `at_length`
 
@@ -424,6 +425,8 @@ class RotaryEmbedding(nn.Module):
             return state.frequency.to(device), state.attention_factor
         if state is not None and state.row_lengths is not None:
             return self.phase_per_position(state.row_lengths.to(device))
+        if state is None and self.check_outside is not None:
+            self.check_outside()
         lengths = row_lengths(position_ids) if position_ids.ndim == 2 else lengths_over_axes(position_ids)
         return self.phase_per_position(self.resolve_lengths(lengths))
 

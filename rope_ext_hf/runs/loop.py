@@ -52,10 +52,10 @@ def measure_methods(
                 values = measurement.score_together(scorer, together)
                 costs = scorer.take_cost().shares([reading.tokens for reading in together])
                 for reading, values_of_reading, cost in zip(together, values, costs, strict=True):
-                    for tokens in (reading.tokens, *reading.further):
-                        listener.passed(method.label, tokens)
                     for cell, value, cost_of_cell in sums.add(reading, values_of_reading, cost):
                         listener.measured(Record(method.saved, reading.item, cell, value, cost_of_cell))
+                    for tokens in (reading.tokens, *reading.further):  # progress is reported once a value is kept
+                        listener.passed(method.label, tokens)
 
 
 class _Sums:

@@ -60,7 +60,8 @@ def remapped_attention(
     if call is None or call.token_positions is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} ran outside a forward of its decoder, so the positions of its tokens are not "
-            "known. Call the whole model; with gradient checkpointing, use a model family whose layers pass keyword "
+            "known. Call the whole model; if its forward was replaced after the patch, replace it before, or call the "
+            "one that you replace; with gradient checkpointing, use a model family whose layers pass keyword "
             "arguments on to their attention"
         )
     mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from rope_ext_hf.models.decoder_arguments import cache_of_output
 from rope_ext_hf.patches.forward.forward_call import ForwardCall, ModuleCall
 from rope_ext_hf.patches.forward.rotation_kernels import RotationKernels
@@ -174,6 +174,30 @@ class DecoderForward(PatchedForward):
         """Remember with the cache how its keys are rotated. It is not called after an exception."""
 
     # --- shared by both kinds -----------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        super().install()
+        for table in self.tables:
+            table.check_outside = self.check_in_place
+
+    def remove(self) -> None:
+        super().remove()
+        for table in self.tables:
+            table.check_outside = None
+
+    def check_in_place(self) -> None:
+        """Check that nobody has replaced this forward, when a rotary module inside runs without it.
+
+        Raises:
+            LengthError: somebody has; a cache would then meet queries of other frequencies than its keys have.
+        """
+        places = [self.module.__dict__.get(place) for place in ("forward", _KEPT_BY_HOOKS)]
+        if not any(self in (place, getattr(place, "__func__", None)) for place in places):
+            name = self.tables[0].method.name
+            raise LengthError(
+                f"the forward of {type(self.module).__name__} was replaced after the patch, and {name} needs what stood "
+                "there: replace it before the patch, or call the forward that you replace"
+            )
 
     def check(self, call: ForwardCall) -> None:
         """Check that the modules inside can compute this call: an exported one, or one by fused kernels.

@@ -9,6 +9,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -273,3 +274,27 @@ def test_a_compiled_forward() -> None:
     for run in (model, model.forward):
         result: Tensor = run(input_ids=tokens(LONG), use_cache=False).logits
         assert torch.allclose(result, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn", "rerope", "self-extend"])
+def test_a_forward_that_is_replaced_after_the_patch_is_noticed(method: str) -> None:
+    model, ids = patched(method), tokens(LONG)
+    with torch.no_grad():
+        expected = model(ids).logits
+    decoder = model.model
+    decoder.forward = MethodType(type(decoder).forward, decoder)
+    with pytest.raises((rope.LengthError, rope.UnsupportedModelError), match="was replaced after the patch"):
+        model(ids)
+    del decoder.__dict__["forward"]
+    rope.unpatch(model)
+    decoder.forward = MethodType(type(decoder).forward, decoder)  # before the patch it may be replaced
+    rope.patch(model, method, **METHODS[method])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_rotary_module_may_be_called_by_itself() -> None:
+    model = patched("dynamic-ntk")
+    positions = torch.arange(LONG)[None]
+    cos, _ = model.model.rotary_emb(torch.zeros(1, 1), positions)
+    assert cos.shape[1] == LONG
