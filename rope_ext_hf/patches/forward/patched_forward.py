@@ -195,8 +195,8 @@ class DecoderForward(PatchedForward):
         if not any(self in (place, getattr(place, "__func__", None)) for place in places):
             name = self.tables[0].method.name
             raise LengthError(
-                f"the forward of {type(self.module).__name__} was replaced after the patch, and {name} needs what stood "
-                "there: replace it before the patch, or call the forward that you replace"
+                f"the forward of {type(self.module).__name__} was replaced after the patch, and {name} needs what "
+                "stood there: replace it before the patch, or call the forward that you replace"
             )
 
     def check(self, call: ForwardCall) -> None:
