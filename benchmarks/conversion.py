@@ -41,7 +41,8 @@ def make(folder: Path, size: int) -> int:
     import torch
     from transformers import LlamaConfig
 
-    from rope_ext_hf.checkpoints.files.weight_files import TensorInfo, write_safetensors
+    from rope_ext_hf.checkpoints.files.numbers import TensorInfo
+    from rope_ext_hf.checkpoints.files.weight_files import write_safetensors
 
     heads, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     layer = {

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.eval import measure
-from rope_ext_hf.hub import model_source
+from rope_ext_hf.files.model_folders import model_source
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.runs.conclusions.labels import label

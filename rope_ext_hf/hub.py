@@ -8,10 +8,9 @@ message is one line.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,15 @@ from torch import nn
 from rope_ext_hf.errors import CheckpointError, MethodError, entry, one_line, short
 from rope_ext_hf.files.downloads import download, hub_answers
 from rope_ext_hf.files.model_files import model_file
+from rope_ext_hf.files.model_folders import (
+    CLASS_FILES,
+    CONFIG_FILES,
+    WEIGHT_SUFFIXES,
+    is_file,
+    is_folder,
+    loading,
+    model_source,
+)
 from rope_ext_hf.files.other_formats import check_model_files
 from rope_ext_hf.files.whole import FileStamps, check_folder, disk_folder, file_stamps, foreign_errors, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
@@ -30,9 +38,8 @@ from rope_ext_hf.models.config import UNKNOWN_TYPE
 from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.patches.loading import find_config, from_pretrained, restore_patch
 from rope_ext_hf.patches.model_rope import check_pairing
-from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG, Adapter, find_adapter, finding_base, tokenizer_source
+from rope_ext_hf.patches.saved.adapters import Adapter, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.saved.fingerprint import Fingerprint, fingerprint_of
-from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,7 +48,6 @@ __all__ = [
     "find_device",
     "find_dtype",
     "fingerprint",
-    "folder_and_hub_id",
     "is_adapter",
     "load_empty",
     "load_model",
@@ -49,8 +55,6 @@ __all__ = [
     "loaded_dtype",
     "loads_by_layer",
     "missing_tokenizer",
-    "model_folder",
-    "model_source",
     "read_config",
     "tokens_before",
 ]
@@ -62,85 +66,10 @@ _DTYPES: dict[str, torch.dtype | str] = {"auto": "auto"} | {
 
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "merges.txt", "*bpe*")
 """Patterns of files of which a folder with a tokenizer has at least one."""
-_CLASS_FILES = ("config.json", ADAPTER_CONFIG, "*.py")
-"""Patterns of the files by which transformers chooses a class."""
-_CONFIG_FILES = (*_CLASS_FILES, "generation_config.json", "params.json")
-"""Patterns of the files that a model without weights needs."""
-_ALL_OF_A_TOKENIZER = (*_TOKENIZER_FILES, *_CLASS_FILES, "*.txt", "tekken.json", "chat_template*")
+_ALL_OF_A_TOKENIZER = (*_TOKENIZER_FILES, *CLASS_FILES, "*.txt", "tekken.json", "chat_template*")
 """Patterns of all files that loading a tokenizer may read."""
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf")
 _CACHE_LINE = 64  # bytes; torch begins new tensors on the CPU at a multiple of it
-_FILE_SUFFIXES = (*_WEIGHT_SUFFIXES, ".json")
-"""Suffixes by which a name is taken for that of a file, and not for a Hub id."""
-
-
-def model_source(name: str | Path) -> str:
-    """Return the folder, GGUF file or Hub id that the model `name` is in.
-
-    Raises:
-        CheckpointError: the name is empty, names another file, or is a path at which there is nothing.
-    """
-    source = str(folder_of(name))
-    if not source:
-        raise CheckpointError("an empty name is not a model; give a folder, a Hub id or 'reference'")
-    path = Path(source).expanduser()
-    if _is_folder(path):
-        return str(path)
-    file = model_file(path)
-    if file is not None:
-        file.check_exists()
-        return str(path)
-    if source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source:
-        hint = "; it is a file, give the folder it is in, or a GGUF file" if _exists(path) else ""
-        raise CheckpointError(f"no such model folder: {short(source)!r}{hint}")
-    if _exists(path):
-        raise CheckpointError(f"{short(source)!r} is a file; give the folder of the model, which holds its config")
-    if "/" not in source and path.suffix in _FILE_SUFFIXES:
-        raise CheckpointError(
-            f"{short(source)!r} is the name of a file, and no such file is here; give the folder of the model, which "
-            "holds its config"
-        )
-    return source
-
-
-def model_folder(name: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
-    """Return the local folder of a model; a Hub repository is downloaded first.
-
-    Args:
-        name: a folder, a GGUF file, a Hub id, or "reference" for the bundled model.
-        revision: branch, tag or commit on the Hub.
-        weights: whether the weights are needed; if not, the config and files beside it are downloaded.
-
-    Raises:
-        CheckpointError: there is no such model, it cannot be downloaded, or it is a GGUF file.
-    """
-    source = model_source(name)
-    file = model_file(source)
-    if file is not None:
-        raise CheckpointError(f"{source!r} is a {file.title}, and a folder is needed here. {file.way_out}")
-    folder = Path(source)
-    if not _is_folder(folder):
-        wanted: dict[str, Any] = {"weights": True} if weights else {"patterns": _CONFIG_FILES}
-        folder = download(source, revision, **wanted)
-    check_folder(folder)
-    check_model_files(folder)
-    return folder
-
-
-def folder_and_hub_id(name: str | Path, *, revision: str | None = None) -> tuple[Path, str | None]:
-    """Return the local folder of a model with its weights, and its Hub id (None if `name` is a local folder)."""
-    folder = model_folder(name, revision=revision)
-    is_local = folder == Path(model_source(name))
-    return folder, None if is_local else str(name)
-
-
-def model_commit(name: str | Path, *, revision: str | None = None) -> str | None:
-    """Return the commit on the Hub that a branch, tag or commit id names; None if `name` is a local folder or file."""
-    source = model_source(name)
-    if _exists(Path(source)):
-        return None
-    return model_folder(name, revision=revision, weights=False).name
 
 
 def _locate(
@@ -165,9 +94,9 @@ def _locate(
     """
 
     def download_arguments(source: str, revision: str | None) -> dict[str, Any]:
-        if _is_file(Path(source)):  # the base model of an adapter may be a GGUF file
+        if is_file(Path(source)):  # the base model of an adapter may be a GGUF file
             return {}
-        if _is_folder(Path(source)):
+        if is_folder(Path(source)):
             check_folder(Path(source))
             check_model_files(Path(source))
             return {"revision": revision} if revision else {}
@@ -179,7 +108,7 @@ def _locate(
         return arguments
 
     source = model_source(name)
-    if _is_file(Path(source)):
+    if is_file(Path(source)):
         return source, {}
     arguments = download_arguments(source, revision)
     adapter = find_adapter(source, **arguments)
@@ -188,21 +117,6 @@ def _locate(
     with finding_base(adapter):
         of_base = download_arguments(model_source(adapter.base), adapter.for_base({}).get("revision"))
     return source, arguments | {key: value for key, value in of_base.items() if key != "revision"}
-
-
-def _is_folder(path: Path) -> bool:
-    """Return whether a path is a folder; False for a path that is too long, at which `Path.is_dir` raises."""
-    return os.path.isdir(path)  # noqa: PTH112
-
-
-def _is_file(path: Path) -> bool:
-    """Return whether a path is a file; False for a path that is too long, at which `Path.is_file` raises."""
-    return os.path.isfile(path)  # noqa: PTH113
-
-
-def _exists(path: Path) -> bool:
-    """Return whether a path exists; False for a path that is too long, at which `Path.exists` raises."""
-    return os.path.exists(path)  # noqa: PTH110
 
 
 def read_config(
@@ -228,7 +142,7 @@ def _find_config(
     name: str | Path, revision: str | None, *, trust_remote_code: bool
 ) -> tuple[Any, dict[str, Any] | None, Adapter | None]:
     """Return what `read_config` does, and the adapter if `name` is one."""
-    source, arguments = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code)
+    source, arguments = _locate(name, revision, CONFIG_FILES, trust_remote_code=trust_remote_code)
     with loading(f"the config of {short(str(name))!r}"):
         return find_config(source, trust_remote_code=trust_remote_code, **arguments)
 
@@ -276,7 +190,7 @@ def load_model(
     """
     torch_dtype = find_dtype(dtype) if isinstance(dtype, str) else dtype
     torch_device = find_device(device)
-    source, arguments = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code, weights=True)
+    source, arguments = _locate(name, revision, CONFIG_FILES, trust_remote_code=trust_remote_code, weights=True)
     if device_map is not None:
         arguments["device_map"] = device_map
     elif torch_device.type != "cpu":  # each tensor is read onto its device, without a copy of the model in main memory
@@ -305,9 +219,9 @@ def load_model(
 def _weight_stamps(source: str) -> FileStamps:
     """Return the stamps of the weight files of a model; none for a Hub id, whose files in the cache never change."""
     folder = Path(source)
-    if _is_file(folder):
+    if is_file(folder):
         return file_stamps([folder])
-    return file_stamps(sorted(path for suffix in _WEIGHT_SUFFIXES for path in folder.glob(f"*{suffix}")))
+    return file_stamps(sorted(path for suffix in WEIGHT_SUFFIXES for path in folder.glob(f"*{suffix}")))
 
 
 def _take_out_of_files(model: nn.Module) -> None:
@@ -344,19 +258,19 @@ def loads_by_layer(name: str | Path, empty: PreTrainedModel) -> bool:
         empty: the same model, without its weights.
     """
     source = model_source(name)
-    if _is_file(Path(source)) or getattr(empty.config, "quantization_config", None) is not None or is_adapter(source):
+    if is_file(Path(source)) or getattr(empty.config, "quantization_config", None) is not None or is_adapter(source):
         return False
-    return not _is_folder(Path(source)) or any(Path(source).glob("*.safetensors"))
+    return not is_folder(Path(source)) or any(Path(source).glob("*.safetensors"))
 
 
 def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
     """Return whether a folder or Hub id holds an adapter of PEFT instead of a model."""
     source = model_source(name)
-    if _is_file(Path(source)):
+    if is_file(Path(source)):
         return False
-    if _is_folder(Path(source)):  # whose base model need not be here
+    if is_folder(Path(source)):  # whose base model need not be here
         return find_adapter(source) is not None
-    source, arguments = _locate(source, revision, _CONFIG_FILES)
+    source, arguments = _locate(source, revision, CONFIG_FILES)
     return find_adapter(source, **arguments) is not None
 
 
@@ -396,7 +310,7 @@ def find_device(name: str) -> torch.device:
 def missing_tokenizer(folder: str | Path) -> str:
     """Return what is said of a folder that holds no tokenizer; empty where it holds one, or is not a folder."""
     path = Path(folder)
-    if not _is_folder(path) or any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
+    if not is_folder(path) or any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
         return ""
     return (
         f"there is no tokenizer in {str(folder)!r}; copy tokenizer.json and tokenizer_config.json there from the model "
@@ -513,11 +427,6 @@ def tokens_before(whole: Sequence[int], text: Sequence[int]) -> tuple[int, ...] 
         if text and [*whole[start : start + len(text)]] == [*text]:
             return tuple(whole[:start])
     return None
-
-
-def loading(subject: str) -> AbstractContextManager[None]:
-    """Return a context that turns any exception inside it into a CheckpointError: `subject` could not be loaded."""
-    return foreign_errors(f"{subject} could not be loaded")
 
 
 @foreign_errors("this model has no fingerprint")

@@ -283,8 +283,32 @@ def test_traps_are_those_of_engines() -> None:
     check(f"{name}: {each}" for name, listed in traps.items() for each in listed if list(each) != TRAP_KEYS)
 
 
+@functools.cache
+def brings_torch(name: str) -> bool:
+    """Whether importing a module of the package imports torch, by itself or by a module that it imports."""
+    outside = [each.target for each in modules()[name].imports if not each.inside and each.statement]
+    typed = {
+        each.module
+        for node in ast.walk(modules()[name].tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for each in ast.walk(node)
+        if isinstance(each, ast.ImportFrom)
+    }
+    return any(
+        target.partition(".")[0] == "torch" or (target in modules() and target != PACKAGE and brings_torch(target))
+        for target in outside
+        if target not in typed
+    )
+
+
+def leaves_torch_out(each: Import) -> bool:
+    """Whether an import in a function keeps torch out of a module that works without it in the usual case."""
+    heavy = each.target == "torch" or (each.target in modules() and brings_torch(each.target))
+    return heavy and not brings_torch(each.source)
+
+
 def test_functions_import_heavy_libraries_alone() -> None:
-    """And commands and questions what they run, so that --help is quick."""
+    """And commands and questions what they run, so that --help is quick; and modules without torch those with it."""
     light = [
         str(each)
         for module in modules().values()
@@ -294,6 +318,7 @@ def test_functions_import_heavy_libraries_alone() -> None:
         and module.room not in ("cli", "__main__", "stopping")  # those handle signals before they import the rest
         and not module.path.stem.endswith(("commands", "options"))
         and each.target.partition(".")[0] not in HEAVY
+        and not leaves_torch_out(each)
     ]
     check(light)
 

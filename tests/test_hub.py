@@ -18,16 +18,9 @@ import rope_ext_hf as rope
 from rope_ext_hf import CheckpointError, MethodError
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import perplexity
+from rope_ext_hf.files.model_folders import model_folder, model_source
 from rope_ext_hf.files.whole import foreign_errors
-from rope_ext_hf.hub import (
-    find_device,
-    find_dtype,
-    load_empty,
-    load_model,
-    load_tokenizer,
-    model_folder,
-    model_source,
-)
+from rope_ext_hf.hub import find_device, find_dtype, load_empty, load_model, load_tokenizer
 from rope_ext_hf.patches.loading import load_config
 from rope_ext_hf.reference import path
 from tests.support.commands import run

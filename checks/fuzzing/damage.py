@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.models.config import PAIRING_KEY
-from rope_ext_hf.models.patch_records import PATCH_KEY
+from rope_ext_hf.models.config_keys import PAIRING_KEY, PATCH_KEY
 
 __all__ = [
     "ODD_TEXTS",

@@ -4,8 +4,9 @@
 
 The folder is checked first: the conversion stops at a tensor of an attention module that is neither known to rotate
 nor known not to. Everything is written into a hidden folder beside the destination, which is renamed once it is
-complete and on disk. Weight files are copied in ranges of bytes inside the kernel; tensors that rotate go through
-memory, one at a time.
+complete and on disk. Weight files are copied in ranges of bytes inside the kernel; rows that rotate go through memory,
+a few heads at a time. Rows are moved as bytes: torch is imported only where the class of a model has to be asked, for
+files of torch.save, for Meta's format, and to verify the copy.
 """
 
 from __future__ import annotations
@@ -15,38 +16,32 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from rope_ext_hf.bounds import check_int
+from rope_ext_hf.checkpoints.files.numbers import Bits, size_of
 from rope_ext_hf.checkpoints.files.other_files import copy_other_files
 from rope_ext_hf.checkpoints.files.weight_files import (
     SafetensorsFile,
     TensorView,
     WeightFile,
     file_matches,
-    size_of,
-    tensor_bytes,
     write_safetensors,
 )
 from rope_ext_hf.checkpoints.files.weight_folders import safetensors_name
-from rope_ext_hf.checkpoints.meta.meta_conversion import MetaExport, MetaImport
-from rope_ext_hf.checkpoints.meta.meta_source import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.opening import Opened, open_checkpoint
 from rope_ext_hf.checkpoints.pairing.detection import detect_in_consumers
-from rope_ext_hf.checkpoints.pairing.query_key_weights import weights_from_source
 from rope_ext_hf.checkpoints.pairing.source_pairing import pairing_of_source
+from rope_ext_hf.checkpoints.pairing.source_weights import weights_from_source
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.checkpoints.source import Source
-from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores
 from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files.model_files import model_file
+from rope_ext_hf.files.model_folders import ADAPTER_CONFIG
 from rope_ext_hf.files.whole import atomic_file, check_destination, copy_mode, copy_range, read_json, write_json
-from rope_ext_hf.models.config import PAIRING_KEY
+from rope_ext_hf.models.config_keys import PAIRING_KEY
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.family_settings import class_pairing
 from rope_ext_hf.options.arguments import command_line
-from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG
-from rope_ext_hf.patches.saved.fingerprint import FINGERPRINT_KEY, with_pairing
-from rope_ext_hf.rotary.pairing import PAIRINGS, other_pairing
+from rope_ext_hf.rotary.pairing_names import PAIRINGS, other_pairing
 
 
 def convert_checkpoint(
@@ -125,7 +120,7 @@ def convert_checkpoint(
     source = open_checkpoint(src, revision=revision, trust_remote_code=trust_remote_code)
     if to == "hf":
         to = _pairing_of_class(source)
-    if isinstance(source, MetaSource):
+    if not isinstance(source, Source):
         if to == "meta":
             raise CheckpointError(f"{str(src)!r} is in Meta's format already")
         if context_length is not None:
@@ -137,9 +132,13 @@ def convert_checkpoint(
         )
     settled = pairing_of_source(source, src, dst, to, stated=source_pairing, force=force, verify=verify)
     conversion: Conversion
-    if isinstance(source, MetaSource):
+    if not isinstance(source, Source):
+        from rope_ext_hf.checkpoints.meta.meta_conversion import MetaImport
+
         conversion = MetaImport(source, dst, to, now=settled.pairing, context_length=context_length)
     elif to == "meta":
+        from rope_ext_hf.checkpoints.meta.meta_conversion import MetaExport
+
         conversion = MetaExport(source, dst, now=settled.pairing, model_parallel=model_parallel)
     else:
         conversion = _PairingConversion(source, dst, to)
@@ -151,13 +150,13 @@ def convert_checkpoint(
     return replace(report, verified=f"{report.verified}; {settled.limits}") if verify else report
 
 
-def _pairing_of_class(source: Source | MetaSource) -> str:
+def _pairing_of_class(source: Opened) -> str:
     """Return the pairing that the class of a model in transformers runs; a source in Meta's format becomes a Llama.
 
     Raises:
         CheckpointError: it is unknown.
     """
-    pairing = "half" if isinstance(source, MetaSource) else source.class_pairing
+    pairing = source.class_pairing if isinstance(source, Source) else "half"
     if pairing is None:
         raise CheckpointError(
             f"it is unknown which pairing the class of the model in {str(source.folder)!r} runs; give --to half or "
@@ -209,13 +208,13 @@ class _PairingConversion(Conversion):
 
     def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
         for name, file in self.source.files.items():
-            target, read = staging / safetensors_name(name), partial(self._read_converted, file)
+            target, read = staging / safetensors_name(name), partial(self._converted_bits, file)
             if file_matches(target, file.tensors, read, header=file.header):  # by an interrupted conversion
                 advance(size_of(file.tensors))
                 continue
             with atomic_file(target, fsync=False) as part:
-                if file.header is not None:
-                    self._copy_by_ranges(file, file.header, part, advance)
+                if isinstance(file, SafetensorsFile):
+                    self._copy_by_ranges(file, part, advance)
                 else:
                     write_safetensors(part, file.tensors, read, advance)
             copy_mode(file.path, target)
@@ -229,6 +228,8 @@ class _PairingConversion(Conversion):
         return skipped
 
     def verify(self, staging: Path) -> str:
+        from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores
+
         written = TensorView.from_files(SafetensorsFile(staging / safetensors_name(name)) for name in self.source.files)
         scores = compare_scores(self.source.tensors, self.source.view, written, self.to)
         if self.source.is_adapter:
@@ -236,24 +237,25 @@ class _PairingConversion(Conversion):
         logits = compare_logits(self.folder, other_pairing(self.to), staging, self.to, self.report.bytes)
         return f"{scores}; {logits}"
 
-    def _read_converted(self, file: WeightFile, name: str) -> Tensor:
-        """Read a tensor from a file; if its rows rotate, return it in the new pairing."""
-        tensor = file.read(name)
-        return self.layouts[name].to_pairing(tensor, self.to) if name in self.layouts else tensor
+    def _converted_bits(self, file: WeightFile, name: str) -> Bits:
+        """Read the numbers of a tensor from a file; if its rows rotate, return them in the new pairing."""
+        bits = file.read_bits(name)
+        return self.layouts[name].to_pairing(bits, self.to) if name in self.layouts else bits
 
-    def _copy_by_ranges(self, file: WeightFile, header: bytes, part: Path, advance: Callable[[int], None]) -> None:
+    def _copy_by_ranges(self, file: SafetensorsFile, part: Path, advance: Callable[[int], None]) -> None:
         """Write a copy of a weight file with the tensors that rotate in the new pairing.
 
-        All other bytes are copied in ranges, without going through a tensor.
+        All other bytes are copied in ranges, inside the kernel where it can.
         """
         with file.path.open("rb") as source, part.open("wb") as target:
-            target.write(header)
-            at = len(header)
+            target.write(file.header)
+            at = len(file.header)
             for name, info in file.tensors.items():
                 if name in self.layouts:
                     copy_range(source, target, at, info.begin, advance)
-                    target.write(tensor_bytes(self._read_converted(file, name)))
-                    advance(info.size)
+                    for rows in file.moved_rows(name, self.layouts[name].order(self.to)):
+                        target.write(rows)
+                        advance(len(rows))
                     at = info.end
             copy_range(source, target, at, file.path.stat().st_size, advance)
 
@@ -267,6 +269,8 @@ class _PairingConversion(Conversion):
             text = next((part for part in parts if part.get("model_type") == model_type), config)
             text[switch] = self.to == "interleaved"
         if switch is not None:
+            from rope_ext_hf.patches.saved.fingerprint import FINGERPRINT_KEY, with_pairing
+
             for part in (part for part in [config, *config.values()] if isinstance(part, dict)):
                 for key, value in part.items():
                     if isinstance(value, dict) and FINGERPRINT_KEY in value:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rope_ext_hf.checkpoints.files.weight_folders import check_weights
 from rope_ext_hf.checkpoints.pairing.source_pairing import check_label
 from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.files.model_folders import ADAPTER_CONFIG
 from rope_ext_hf.files.whole import (
     atomic_folder,
     copy_files,
@@ -21,9 +22,9 @@ from rope_ext_hf.files.whole import (
 )
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.models.config import UNKNOWN_TYPE
+from rope_ext_hf.models.config_keys import PATCH_KEY
 from rope_ext_hf.models.families import family
-from rope_ext_hf.models.patch_records import PATCH_KEY
-from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG, find_adapter, with_record
+from rope_ext_hf.patches.saved.adapters import find_adapter, with_record
 from rope_ext_hf.patches.saved.fingerprint import fingerprint_record
 from rope_ext_hf.patches.saved.generation_length import EMBEDDING_CONFIG, GENERATION_CONFIG, extend_length_files
 from rope_ext_hf.patches.saved.loading_code import CODE_FILE, write_loading_code

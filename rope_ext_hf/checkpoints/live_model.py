@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rope_ext_hf.checkpoints.pairing.detection import detect_in_weights
-from rope_ext_hf.checkpoints.pairing.query_key_weights import weights_from_model
+from rope_ext_hf.checkpoints.pairing.model_weights import weights_from_model
 from rope_ext_hf.checkpoints.pairing.right_calls import model_call
 from rope_ext_hf.checkpoints.pairing.source_pairing import settle_pairing
 from rope_ext_hf.checkpoints.rows.loaded_rows import reorder
 from rope_ext_hf.errors import CheckpointError, MethodError
-from rope_ext_hf.models.config import PAIRING_KEY
+from rope_ext_hf.models.config_keys import PAIRING_KEY
 from rope_ext_hf.models.family_settings import class_pairing, set_pairing_switch
 from rope_ext_hf.patches.patching import patched_method
 from rope_ext_hf.patches.saved.adapters import keep_pairing, modules_with_adapters
-from rope_ext_hf.rotary.pairing import PAIRINGS, other_pairing
+from rope_ext_hf.rotary.pairing_names import PAIRINGS, other_pairing
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,17 +1,26 @@
-"""A checkpoint folder in Hugging Face's format: its files, its config and the tensors that rotate, checked once."""
+"""A checkpoint folder in Hugging Face's format: its files, its config and the tensors that rotate, checked once.
+
+Where config.json alone settles which rows rotate, neither torch nor transformers is imported.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_ext_hf.checkpoints.files.weight_files import TORCH_DTYPES, TensorView
+import numpy as np
+from numpy.typing import NDArray
+
+from rope_ext_hf.checkpoints.files.numbers import TORCH_NAMES
+from rope_ext_hf.checkpoints.files.weight_files import TensorView
 from rope_ext_hf.checkpoints.files.weight_folders import is_adapter_file, open_weights
 from rope_ext_hf.checkpoints.rows.head_blocks import RowLayout, ScaleBlocks
 from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors
-from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.errors import CheckpointError, FileError
+from rope_ext_hf.files.model_folders import ADAPTER_CONFIG, loading, model_folder
 from rope_ext_hf.files.other_formats import check_packed
 from rope_ext_hf.files.whole import (
     FileStamps,
@@ -20,8 +29,7 @@ from rope_ext_hf.files.whole import (
     read_json,
     resolve_inside,
 )
-from rope_ext_hf.hub import loading, model_folder
-from rope_ext_hf.models.config import PAIRING_KEY
+from rope_ext_hf.models.config_keys import PAIRING_KEY, PATCH_KEY, rotated_dims
 from rope_ext_hf.models.families import Family, family
 from rope_ext_hf.models.family_settings import (
     check_sizes,
@@ -29,15 +37,13 @@ from rope_ext_hf.models.family_settings import (
     class_pairing,
     config_pairing,
 )
-from rope_ext_hf.models.model_classes import class_of_part, empty_model
-from rope_ext_hf.models.patch_records import PATCH_KEY
-from rope_ext_hf.patches.loading import load_config
-from rope_ext_hf.patches.model_rope import ModelRope
-from rope_ext_hf.patches.saved.adapters import ADAPTER_CONFIG, Adapter, find_adapter
-from rope_ext_hf.rotary.pairing import PAIRINGS
+from rope_ext_hf.rotary.pairing_names import PAIRINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from rope_ext_hf.methods.base import Rotary
+    from rope_ext_hf.patches.saved.adapters import Adapter
 
 
 class Source:
@@ -53,7 +59,7 @@ class Source:
         config: the config of the model, or of the model that the adapter was trained on. Where config.json alone
             settles which rows rotate, it is one without the class of its family; `class_config` has that class.
         model: the model on the meta device; None: config.json alone settles which rows rotate.
-        rotary: the parameters of its rotary embedding.
+        inv_freq: the inverse frequencies of its rotary embedding in radians per token, one for each pair of dims.
         tensors: the rows that rotate in each of its tensors.
         expected: the modules whose rows rotate, as `tensors.locate` names them; empty for an adapter.
         pairing: the pairing of the weights by the config or the family table; None: neither states one.
@@ -71,9 +77,10 @@ class Source:
         list_files(folder)
         self.is_adapter = is_adapter_file(next(iter(self.files)))
         self.inputs |= file_stamps([resolve_inside(folder, ADAPTER_CONFIG if self.is_adapter else "config.json")])
-        self.adapter = find_adapter(folder) if self.is_adapter else None
+        self.adapter = _find_adapter(folder) if self.is_adapter else None
         self._config_folder = _config_folder(folder, self.adapter)
         self._trust_remote_code = trust_remote_code
+        self._part: Any = None  # the part of the config whose class was read
         with loading(f"the config of {str(self._config_folder)!r}"):
             stated = _stated_config(self._config_folder)
             self.config = self.class_config if stated is None else stated
@@ -89,8 +96,9 @@ class Source:
     def _read_stated(self) -> set[str]:
         """Read from a config that states everything what rotates, and return the modules whose rows do."""
         check_sizes(self.config)
-        self.rotary = ModelRope.of_checkpoint(self.config).rotary
-        self.tensors = RotaryTensors(self.config, self.rotary.dim)
+        plain = _plain_frequencies(self.config)
+        self.inv_freq = self.rotary.inv_freq().numpy() if plain is None else plain
+        self.tensors = RotaryTensors(self.config, 2 * len(self.inv_freq))
         attention = str(family(self.config.model_type).attention)
         layers = range(len(self.tensors.layers))
         return {f"{attention.format(layer)}.{module}" for layer in layers for module in self.tensors.modules}
@@ -99,17 +107,29 @@ class Source:
         """Read from the class of the model what rotates, and return the modules whose rows do."""
         from transformers import MODEL_MAPPING
 
+        from rope_ext_hf.models.model_classes import class_of_part, empty_model
+
         text = self.config.get_text_config()
         part = text if type(text) in MODEL_MAPPING else self.config  # some text parts have no class
         self.model = empty_model(part, trust_remote_code=self._trust_remote_code)
-        self.rotary = ModelRope.of_checkpoint(part, self.model).rotary
-        self.tensors = RotaryTensors(self.config, self.rotary.dim, class_of_part(self.model, text))
+        self._part = part
+        self.inv_freq = self.rotary.inv_freq().numpy()
+        self.tensors = RotaryTensors(self.config, 2 * len(self.inv_freq), class_of_part(self.model, text))
         held = map(self.tensors.held, self.model.state_dict())
         return set[str]().union(*(modules for _, modules in filter(None, held)))
 
     @cached_property
+    def rotary(self) -> Rotary:
+        """The parameters of its rotary embedding."""
+        from rope_ext_hf.patches.model_rope import ModelRope
+
+        return ModelRope.of_checkpoint(self._part or self.config, self.model).rotary
+
+    @cached_property
     def class_config(self) -> Any:
         """The config of the model, or of the model that the adapter was trained on, in the class of its family."""
+        from rope_ext_hf.patches.loading import load_config
+
         return load_config(self._config_folder, trust_remote_code=self._trust_remote_code)[0]
 
     @property
@@ -136,7 +156,7 @@ class Source:
             layout = self.tensors.find(name, info.shape)
             if layout is None:
                 continue
-            if info.dtype not in TORCH_DTYPES:
+            if info.dtype not in TORCH_NAMES:
                 raise CheckpointError(
                     f"the tensor {name!r} has the dtype {info.dtype}, which torch cannot read, so its rows "
                     "cannot be reordered; convert a checkpoint in another dtype"
@@ -164,6 +184,13 @@ class Source:
         return layouts
 
 
+def _find_adapter(folder: Path) -> Adapter | None:
+    """Return the adapter in a folder with weights of one."""
+    from rope_ext_hf.patches.saved.adapters import find_adapter
+
+    return find_adapter(folder)
+
+
 def _config_folder(folder: Path, adapter: Adapter | None) -> Path:
     """Return the folder with the config of the model, or of the model that an adapter was trained on."""
     if adapter is None or (folder / "config.json").is_file():
@@ -173,11 +200,22 @@ def _config_folder(folder: Path, adapter: Adapter | None) -> Path:
 
 def _stated_config(folder: Path) -> Any | None:
     """Return the config of a folder, where its config.json settles it; None: its class has to be imported."""
-    from transformers.configuration_utils import PreTrainedConfig
+    values = _usual_values(folder)
+    if values is None:
+        from transformers.configuration_utils import PreTrainedConfig
 
-    values, _ = PreTrainedConfig.get_config_dict(folder)
+        values, _ = PreTrainedConfig.get_config_dict(folder)
     check_stated(values)
     return stated_config(values)
+
+
+def _usual_values(folder: Path) -> dict[str, Any] | None:
+    """Return the values of the config.json in a folder, where transformers reads no others; else None."""
+    try:
+        values = read_json(folder / "config.json")
+    except FileError:  # transformers says in its own words what is wrong
+        return None
+    return None if "configuration_files" in values or "__float__" in str(values) else values
 
 
 # --- a config.json that states everything -------------------------------------------------------------------------
@@ -198,14 +236,12 @@ def stated_config(values: Mapping[str, Any]) -> Any | None:
     Args:
         values: the values of the config.json.
     """
-    from transformers.configuration_utils import PreTrainedConfig
-
     model_type = values.get("model_type")
     known = family(model_type) if isinstance(model_type, str) else Family()
     if known.attention is None:
         return None
     if known.remote:
-        return PreTrainedConfig(**values)
+        return _config_of(values)
     rope = _rope_parameters(values, known)
     if rope is None or not all(_is_count(values.get(key)) for key in _SIZES):
         return None
@@ -214,7 +250,54 @@ def stated_config(values: Mapping[str, Any]) -> Any | None:
         return None
     if any(values.get(key) for key in (PATCH_KEY, "text_config", "auto_map")):
         return None
-    return PreTrainedConfig(**{key: values[key] for key in values if key not in _ROPE_KEYS}, rope_parameters=rope)
+    return _config_of({key: values[key] for key in values if key not in _ROPE_KEYS} | {"rope_parameters": rope})
+
+
+class _StatedConfig:
+    """The values of a config.json as attributes, without a class of transformers."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        """Take over the values."""
+        vars(self).update(values)
+
+    def get_text_config(self) -> _StatedConfig:
+        """Return the config itself, which is that of a text model."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values."""
+        return dict(vars(self))
+
+
+_CHECKED_KEYS = (
+    *("id2label", "label2id", "problem_type", "num_labels", "return_dict", "output_hidden_states", "output_attentions"),
+    *("chunk_size_feed_forward", "is_encoder_decoder", "per_layer_config", "get_text_config", "to_dict"),
+)
+"""Keys whose values transformers checks or converts in the config of any model."""
+
+
+def _config_of(values: Mapping[str, Any]) -> Any:
+    """Return a config with these values; transformers makes it where it would check or convert some of them."""
+    names, dtypes = values.get("architectures"), [values.get(key) for key in ("dtype", "torch_dtype")]
+    usual = names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))
+    usual = usual and all(dtype in (None, "float32", "bfloat16", "float16") for dtype in dtypes)
+    if usual and not any(values.get(key) for key in _CHECKED_KEYS):
+        return _StatedConfig(values)
+    from transformers.configuration_utils import PreTrainedConfig
+
+    return PreTrainedConfig(**values)
+
+
+def _plain_frequencies(config: Any) -> NDArray[np.float64] | None:
+    """Return the inverse frequencies of a config as `stated_config` returns it; None: a method computes them.
+
+    They are those of a rotary embedding without a scaling: theta^(-2i/d) for pair i.
+    """
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, Mapping) or rope.get("rope_type") != "default" or not 1 < rope["rope_theta"] < math.inf:
+        return None
+    dim = rotated_dims(config.to_dict(), {})
+    return float(rope["rope_theta"]) ** (-np.arange(0, dim, 2) / dim)
 
 
 def _rope_parameters(values: Mapping[str, Any], known: Family) -> dict[str, Any] | None:

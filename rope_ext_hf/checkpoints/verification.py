@@ -17,7 +17,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.files.weight_files import TensorView, equal_bytes
+from rope_ext_hf.checkpoints.files.numbers import equal_bytes
+from rope_ext_hf.checkpoints.files.weight_files import TensorView
 from rope_ext_hf.checkpoints.rows.head_blocks import ScaleBlocks, evenly_spaced
 from rope_ext_hf.checkpoints.rows.loaded_rows import reorder
 from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors, rotary_tensors
@@ -26,7 +27,8 @@ from rope_ext_hf.files.whole import read_json
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.model_classes import class_to_load, vocabulary_size
 from rope_ext_hf.patches.model_rope import ModelRope
-from rope_ext_hf.rotary.pairing import other_pairing, rotate
+from rope_ext_hf.rotary.pairing import rotate
+from rope_ext_hf.rotary.pairing_names import other_pairing
 
 _MAX_ATTENTIONS = 3  # attention modules that are compared
 _TOKENS = 4  # random inputs

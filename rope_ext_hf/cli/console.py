@@ -143,8 +143,17 @@ def short_warnings() -> Iterator[None]:
         yield
 
 
-def quiet_transformers() -> None:
-    """Switch off the progress bars, advice and logged errors of transformers, which raises its errors as well."""
+def quiet_transformers(*, imports: bool = True) -> None:
+    """Switch off the progress bars, advice and logged errors of transformers, which raises its errors as well.
+
+    `imports`: whether to import transformers for that; else it is quiet from the moment when it is imported.
+    """
+    if not imports and "transformers" not in sys.modules:
+        from huggingface_hub import constants
+
+        constants.HF_HUB_DISABLE_PROGRESS_BARS = True  # transformers shows bars where the library of the Hub does
+        os.environ["TRANSFORMERS_VERBOSITY"] = "critical"
+        return
     from transformers.utils import logging
 
     logging.disable_progress_bar()

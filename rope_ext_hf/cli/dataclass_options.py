@@ -59,7 +59,8 @@ def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
         arguments = _arguments(command, values | {"context": context})
         for options in _options_in(arguments.values()):
             options.check_early()
-        quiet_transformers()  # imports transformers, which takes seconds: errors that need no model come before
+        # transformers takes seconds to import: errors that need no model come before.
+        quiet_transformers(imports=not command.command_settings.light)  # type: ignore[attr-defined]
         return command(**arguments)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

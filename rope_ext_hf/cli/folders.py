@@ -49,8 +49,8 @@ def write_patched(
     The model card in it shows the results of `runs`. The other arguments are those of the command `patch`.
     """
     from rope_ext_hf.checkpoints.folder_copies import save_patched_folder
+    from rope_ext_hf.files.model_folders import folder_and_hub_id
     from rope_ext_hf.files.whole import foreign_errors, mistral_format_files
-    from rope_ext_hf.hub import folder_and_hub_id
     from rope_ext_hf.models.patch_records import replaced_note
     from rope_ext_hf.patches.slots.patched_slot import active_patches
     from rope_ext_hf.runs.chosen_methods import apply_choice
@@ -96,8 +96,9 @@ def write_patched(
 def described(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:
     """Describe a model; notes add facts about its folder, `name`, that the model object does not show."""
     from rope_ext_hf.files.model_files import model_file
+    from rope_ext_hf.files.model_folders import model_folder
     from rope_ext_hf.files.whole import read_json
-    from rope_ext_hf.hub import is_adapter, model_folder
+    from rope_ext_hf.hub import is_adapter
     from rope_ext_hf.models.config_keys import text_settings, unread_settings
     from rope_ext_hf.patches.describing import describe as describe_model
     from rope_ext_hf.patches.saved.adapters import SAVE_ROUTE

@@ -198,7 +198,7 @@ def patch(
     publish.upload(out, trust_remote_code=source.trust_remote_code)
 
 
-@command("Convert a checkpoint", interrupted="the same command with --resume continues")
+@command("Convert a checkpoint", interrupted="the same command with --resume continues", light=True)
 def convert(
     source_folder: Annotated[
         str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format and GGUF too.")
@@ -264,7 +264,7 @@ def convert(
     print_result(report, as_json)
 
 
-@command("Convert a checkpoint")
+@command("Convert a checkpoint", light=True)
 def detect(
     model: Model,
     source: SourceOptions,
@@ -282,13 +282,14 @@ def detect(
     Example: `rope-ext detect reference`
     """
     from rope_ext_hf.checkpoints.pairing.detection import detect_pairing
-    from rope_ext_hf.checkpoints.pairing.text_losses import TEXT_CHARACTERS
+    from rope_ext_hf.files.model_folders import model_source
     from rope_ext_hf.files.whole import foreign_errors
-    from rope_ext_hf.hub import model_source
-    from rope_ext_hf.reading.text.text_files import read_beginning
 
     sample = None
     if text is not None:
+        from rope_ext_hf.checkpoints.pairing.text_losses import TEXT_CHARACTERS
+        from rope_ext_hf.reading.text.text_files import read_beginning
+
         with foreign_errors(f"the text {short(str(text))!r} cannot be read"):
             if not text.is_file():  # reading a device or a pipe might never end
                 raise CheckpointError(f"no such text file: {short(str(text))!r}")

@@ -50,22 +50,24 @@ class CommandSettings:
     panel: str  # the title under which `rope-ext --help` lists it
     interrupted: str = ""  # advice after Ctrl-C or SIGTERM, if the command had begun to write in a folder
     repeats: bool = False  # whether its first argument decides which command takes the others, as for `run`
+    light: bool = False  # whether it mostly needs no transformers, which is imported only when it is needed then
 
 
 CONTINUES = "the same command continues where it stopped"
 """The text of `CommandSettings.interrupted` for a command that keeps its results as they come."""
 
 
-def command(panel: str, *, interrupted: str = "", repeats: bool = False) -> Callable[[C], C]:
+def command(panel: str, *, interrupted: str = "", repeats: bool = False, light: bool = False) -> Callable[[C], C]:
     """Return a decorator that makes a function a command of `rope-ext`, named like the function, with hyphens.
 
     The function's parameters, and the fields of the dataclasses among them, become options; its docstring is the help.
     It prints its results with `rope_ext_hf.cli.console.print_text`, because `print` writes to standard error inside a
-    command. Another package adds a command by an entry point of the group rope_ext_hf.commands.
+    command. transformers is imported before the command runs, unless it is `light`. Another package adds a command by
+    an entry point of the group rope_ext_hf.commands.
     """
 
     def add_settings(function: C) -> C:
-        function.command_settings = CommandSettings(panel, interrupted, repeats)  # type: ignore[attr-defined]
+        function.command_settings = CommandSettings(panel, interrupted, repeats, light)  # type: ignore[attr-defined]
         return function
 
     return add_settings

@@ -18,7 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import HfApi, ModelInfo, constants, errors, get_session, snapshot_download, try_to_load_from_cache
+import huggingface_hub as hub  # its names are imported when they are first used, which takes a while
+from huggingface_hub import constants, errors
 
 from rope_ext_hf.errors import CheckpointError, did_you_mean, one_line, short
 from rope_ext_hf.files.other_formats import format_on_hub
@@ -86,7 +87,7 @@ def _cached_folder(name: str, revision: str) -> Path:
     """Return the folder of a model in the cache, without asking the Hub."""
     try:
         # With one pattern, huggingface_hub does not miss files that were never needed here.
-        folder = snapshot_download(name, revision=revision, allow_patterns="config.json", local_files_only=True)
+        folder = hub.snapshot_download(name, revision=revision, allow_patterns="config.json", local_files_only=True)
     except errors.LocalEntryNotFoundError as error:
         raise _unreached(name) from error
     return Path(folder)
@@ -118,12 +119,14 @@ def _weight_files(names: Iterable[str], files: Sequence[str], fetch: Callable[[l
 
 def _fetch(name: str, revision: str, commit: str | None, files: list[str]) -> Path:
     """Download the files of a commit that the cache lacks, and return the folder in the cache that holds the commit."""
-    cached = {file: str(try_to_load_from_cache(name, file, revision=revision)) for file in files}
+    cached = {file: str(hub.try_to_load_from_cache(name, file, revision=revision)) for file in files}
     lacking = [file for file, path in cached.items() if commit not in Path(path).parts]
     if not lacking:
         return Path(cached[files[0]].removesuffix(files[0]))
     patterns = list(map(escape, files))
-    folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=_SECONDS_TO_ANSWER))
+    folder = Path(
+        hub.snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=_SECONDS_TO_ANSWER)
+    )
     for file in files:
         if not (folder / file).is_file():
             raise CheckpointError(f"{file!r} of {name!r} could not be downloaded from the Hub. Try again")
@@ -144,7 +147,7 @@ def _check_arrived(name: str, folder: Path, files: list[str]) -> None:
             link = Path(arrived, file)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to((folder / file).resolve())
-        result = HfApi().verify_repo_checksums(name, revision=folder.name, local_dir=arrived)
+        result = hub.HfApi().verify_repo_checksums(name, revision=folder.name, local_dir=arrived)
     damaged = [file["path"] for file in result.mismatches]
     for file in damaged:
         (folder / file).resolve().unlink()
@@ -155,12 +158,12 @@ def _check_arrived(name: str, folder: Path, files: list[str]) -> None:
         )
 
 
-def _model_info(name: str, revision: str) -> ModelInfo | None:
+def _model_info(name: str, revision: str) -> hub.ModelInfo | None:
     """Return what the Hub states about a model; None if the Hub cannot be reached or has an internal error."""
     if not hub_answers(constants.ENDPOINT):
         return None
     try:
-        return HfApi().model_info(name, revision=revision, timeout=_SECONDS_TO_ANSWER)
+        return hub.HfApi().model_info(name, revision=revision, timeout=_SECONDS_TO_ANSWER)
     except errors.HfHubHTTPError as error:
         if error.response.status_code >= 500:
             return None
@@ -199,7 +202,7 @@ def only_cached(name: str | Path, arguments: Mapping[str, Any]) -> dict[str, Any
     subfolder = arguments.get("subfolder")
     files = [f"{subfolder}/{file}" if subfolder else file for file in _CONFIGS]
     try:
-        cached = any(isinstance(try_to_load_from_cache(name, file, **where), str) for file in files)
+        cached = any(isinstance(hub.try_to_load_from_cache(name, file, **where), str) for file in files)
     except ValueError:  # the name is not a valid Hub id, which transformers refuses without asking the Hub
         return {}
     if not cached:
@@ -215,7 +218,7 @@ def hub_answers(endpoint: str) -> bool:
     last_trial, answers = _trials.get(endpoint, (-math.inf, False))
     if time.monotonic() - last_trial > _SECONDS_BETWEEN_TRIALS:
         try:
-            get_session().head(endpoint, timeout=_SECONDS_TO_ANSWER)
+            hub.get_session().head(endpoint, timeout=_SECONDS_TO_ANSWER)
             answers = True
         except Exception:  # errors of the HTTP library, as in _model_info, or of offline mode
             answers = False
@@ -231,9 +234,9 @@ def check_upload(name: str, *, private: bool = True) -> None:
             and `private` is set.
     """
     with _upload_errors(name):
-        HfApi().whoami()
+        hub.HfApi().whoami()
         try:
-            public = not HfApi().model_info(name, timeout=_SECONDS_TO_ANSWER).private
+            public = not hub.HfApi().model_info(name, timeout=_SECONDS_TO_ANSWER).private
         except errors.RepositoryNotFoundError:
             return
     if private and public:
@@ -247,8 +250,8 @@ def upload(folder: Path, name: str, *, private: bool = True) -> str:
         CheckpointError: the upload fails.
     """
     with _upload_errors(name):
-        url = HfApi().create_repo(name, private=private, exist_ok=True)
-        HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model by rope-ext")
+        url = hub.HfApi().create_repo(name, private=private, exist_ok=True)
+        hub.HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model by rope-ext")
     return str(url)
 
 

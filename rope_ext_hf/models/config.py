@@ -22,8 +22,6 @@ from rope_ext_hf.models.config_keys import rotated_dims, text_settings
 from rope_ext_hf.models.families import family, linear_is_extended, original_length_of_linear, runs_short_list
 from rope_ext_hf.models.family_settings import config_number
 
-PAIRING_KEY = "rope_pairing"
-"""The config key that states the pairing of the weights, in folders that were converted."""
 GUESSED_LENGTH_KEY = "rope_guessed_length"
 """The config key that repeats max_position_embeddings where a conversion had to guess it; other programs ignore it."""
 PLUGIN_PREFIX = "rope_ext_hf/"

@@ -14,6 +14,8 @@ from rope_ext_hf.errors import ServingError, short
 
 __all__ = [
     "GEOMETRY_KEYS",
+    "PAIRING_KEY",
+    "PATCH_KEY",
     "Config",
     "needed",
     "rope_settings",
@@ -25,6 +27,10 @@ __all__ = [
 ]
 
 Config = Mapping[str, Any]
+PAIRING_KEY = "rope_pairing"
+"""The key that states the pairing of the weights, in folders that were converted."""
+PATCH_KEY = "rope_ext_hf"
+"""The key of the record of a patch."""
 GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 """Rope settings that state which dims rotate and by which positions, whatever the method is."""
 _SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention", "main"})

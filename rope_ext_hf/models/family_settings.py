@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError, short
-from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.models.families import Family, check_architecture, choose, family, look_up
+
+if TYPE_CHECKING:
+    from rope_ext_hf.methods.base import Rotary
 
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")
 """Config keys of the number of layers, in models of text, vision and audio."""
@@ -117,6 +119,8 @@ def stated_rotary(config: Any) -> Rotary | None:
             f"by the config, {dim} of the {width} dims of a head rotate; the number must be even, at least 2 "
             f"and at most {width}"
         )
+    from rope_ext_hf.methods.base import Rotary  # imports torch
+
     return Rotary(dim, theta, length)
 
 

@@ -16,12 +16,11 @@ from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError,
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.models.config_keys import PATCH_KEY
 from rope_ext_hf.models.engine_keys import former_keys
 
-__all__ = ["PATCH_KEY", "SAVED_KEYS", "Patch", "before_patches", "checked_patches", "recorded_patches", "saved_patches"]
+__all__ = ["SAVED_KEYS", "Patch", "before_patches", "checked_patches", "recorded_patches", "saved_patches"]
 
-PATCH_KEY = "rope_ext_hf"
-"""The config key of the record."""
 SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim")
 """Every other config key that a patch may change."""
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.models.config import PLUGIN_PREFIX, rope_dict
-from rope_ext_hf.models.config_keys import GEOMETRY_KEYS
+from rope_ext_hf.models.config_keys import GEOMETRY_KEYS, PATCH_KEY
 from rope_ext_hf.models.engine_keys import KEYS_FOR_OTHER_ENGINES, attention_factor_keys
 from rope_ext_hf.models.families import Family, family, linear_is_extended
-from rope_ext_hf.models.patch_records import PATCH_KEY, SAVED_KEYS, Patch
+from rope_ext_hf.models.patch_records import SAVED_KEYS, Patch
 
 __all__ = ["config_encoding", "softmax_scale", "write_settings"]
 

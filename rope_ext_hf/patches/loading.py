@@ -18,13 +18,12 @@ from rope_ext_hf.files.other_formats import check_format, check_model_files, che
 from rope_ext_hf.files.whole import check_folder
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
-from rope_ext_hf.models.config_keys import own_keys
+from rope_ext_hf.models.config_keys import PATCH_KEY, own_keys
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.family_settings import check_sizes, check_stated
 from rope_ext_hf.models.layer_types import Layers
 from rope_ext_hf.models.model_classes import class_to_load, empty_model
 from rope_ext_hf.models.patch_records import (
-    PATCH_KEY,
     SAVED_KEYS,
     checked_patches,
     original_settings,

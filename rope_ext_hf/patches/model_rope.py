@@ -22,12 +22,13 @@ from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelErr
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.models.config import PAIRING_KEY, ConfigRope, read_rope, rope_by_sizes
+from rope_ext_hf.models.config import ConfigRope, read_rope, rope_by_sizes
+from rope_ext_hf.models.config_keys import PAIRING_KEY, PATCH_KEY
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.family_settings import stated_rotary
 from rope_ext_hf.models.layer_types import AttentionLayers, Layers, LayerType
 from rope_ext_hf.models.model_classes import empty_model
-from rope_ext_hf.models.patch_records import PATCH_KEY, Patch, before_patches, recorded_patches
+from rope_ext_hf.models.patch_records import Patch, before_patches, recorded_patches
 from rope_ext_hf.models.recipes import published_length
 from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.patches.rows.row_probe import pairing_of, run_pairing

@@ -19,9 +19,10 @@ from rope_ext_hf.files.model_files import loading_note
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method, stated_length
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.models.config_keys import PATCH_KEY
 from rope_ext_hf.models.families import family, rotates_back
 from rope_ext_hf.models.layer_types import Layers
-from rope_ext_hf.models.patch_records import PATCH_KEY, Patch, replaced_note, undo_saved_patch
+from rope_ext_hf.models.patch_records import Patch, replaced_note, undo_saved_patch
 from rope_ext_hf.models.patched_config import ConfigEncoding, config_encoding, softmax_scale, write_rope
 from rope_ext_hf.models.recipes import recipe_warning
 from rope_ext_hf.models.weights_at_hand import on_meta_device

@@ -13,13 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PAIRINGS = ("half", "interleaved")
-
-
-def other_pairing(pairing: str) -> str:
-    """Return "interleaved" for "half", and the reverse."""
-    _check_pairing(pairing)
-    return "interleaved" if pairing == "half" else "half"
+from rope_ext_hf.rotary.pairing_names import check_pairing
 
 
 def to_pairing(
@@ -39,7 +33,7 @@ def to_pairing(
     Raises:
         ValueError: an unknown pairing, or sizes that do not fit the tensor.
     """
-    _check_pairing(to)
+    check_pairing(to)
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ValueError(f"dim {dim} does not exist in a tensor of shape {tuple(tensor.shape)}")
     dim %= tensor.ndim
@@ -67,11 +61,6 @@ def to_pairing(
     return out.view(tensor.shape)
 
 
-def _check_pairing(pairing: str) -> None:
-    if pairing not in PAIRINGS:
-        raise ValueError(f"pairing must be one of {', '.join(PAIRINGS)}, got {pairing!r}")
-
-
 def rotate(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
     """Return x with every pair of its last dimension rotated by its angle.
 
@@ -83,7 +72,7 @@ def rotate(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
     Returns:
         (..., head_dim) in the dtype of x; it is computed in the wider dtype of x and angles.
     """
-    _check_pairing(pairing)
+    check_pairing(pairing)
     count = angles.shape[-1]
     rotated, rest = x[..., : 2 * count], x[..., 2 * count :]
     if pairing == "half":

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import rope_ext_hf as rope
 from rope_ext_hf.hub import load_empty
-from rope_ext_hf.models.patch_records import PATCH_KEY
+from rope_ext_hf.models.config_keys import PATCH_KEY
 from rope_ext_hf.patches.saved.fingerprint import FINGERPRINT_KEY
 from tests.support.models import logits, tokens
 

@@ -23,7 +23,7 @@ from transformers import (
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, LengthError
-from rope_ext_hf.models.patch_records import PATCH_KEY
+from rope_ext_hf.models.config_keys import PATCH_KEY
 from tests.support import every_model
 from tests.support.models import build, tokens
 

@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import rope_ext_hf as rope
-from rope_ext_hf.rotary.pairing import (
-    PAIRINGS,
-    other_pairing,
-    rotate,
-    to_pairing,
-)
+from rope_ext_hf.rotary.pairing import rotate, to_pairing
+from rope_ext_hf.rotary.pairing_names import PAIRINGS, other_pairing
 from tests.support.oracles import Pairing, rotation_matrix
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]

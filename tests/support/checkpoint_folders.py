@@ -37,13 +37,14 @@ def load(folder: Path) -> Any:
 def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that gets the name of every tensor that is read from a safetensors file from now on."""
     names: list[str] = []
-    read = SafetensorsFile.read
+    for member in ("read_bits", "read_float32", "moved_rows"):
+        read = getattr(SafetensorsFile, member)
 
-    def watched(file: SafetensorsFile, name: str) -> Tensor:
-        names.append(name)
-        return read(file, name)
+        def watched(file: SafetensorsFile, name: str, *order: Any, read: Any = read) -> Any:
+            names.append(name)
+            return read(file, name, *order)
 
-    monkeypatch.setattr(SafetensorsFile, "read", watched)
+        monkeypatch.setattr(SafetensorsFile, member, watched)
     return names
 
 

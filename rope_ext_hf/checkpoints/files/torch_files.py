@@ -28,12 +28,21 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rope_ext_hf.bounds import advice, limit
+from rope_ext_hf.checkpoints.files.numbers import MAX_DIMS, TORCH_NAMES, Bits, TensorInfo, read_bytes
+from rope_ext_hf.errors import CheckpointError, one_line
+
+__all__ = ["DTYPE_NAMES", "TORCH_DTYPES"]
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in TORCH_NAMES.items()}
+"""The dtypes by their names in safetensors."""
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001  # of the format before torch 1.6
-MAX_DIMS = 64
 _STORAGE_ALIGNMENT = 64  # bytes, as torch.save aligns storages for files that are memory-mapped
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -66,7 +75,64 @@ class _TensorLocation:
     end: int
 
 
-def locate_tensors(path: Path) -> dict[str, _TensorLocation]:
+class TorchFile:
+    """A file of `torch.save` (.bin, .pth, .pt) that holds plain tensors by name; no code in it is run.
+
+    It has no header: a conversion writes it anew as safetensors.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds anything else.
+    """
+
+    header: bytes | None = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._locations = _locate_tensors(path)
+        except Exception as error:  # damaged bytes lead to errors of every kind
+            raise CheckpointError(
+                f"{str(path)!r} cannot be read as tensors alone (weights_only): {one_line(error)}"
+            ) from error
+        self.tensors = {}
+        for name, location in self._locations.items():
+            if location.dtype not in DTYPE_NAMES:
+                raise CheckpointError(f"{name!r} is {location.dtype}, which safetensors has no name for")
+            self.tensors[name] = TensorInfo.from_shape(DTYPE_NAMES[location.dtype], location.shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor, with the strides that it was saved with, into memory of its own."""
+        location = self._locations[name]
+        data = read_bytes(self.path, location.begin, location.end)
+        numbers = torch.from_numpy(data).view(location.dtype) if len(data) else torch.empty(0, dtype=location.dtype)
+        return numbers.as_strided(location.shape, location.stride)
+
+    def read_bits(self, name: str) -> Bits:
+        """Read the numbers of one tensor, as unsigned integers, into memory of their own."""
+        return tensor_bits(self.read(name))
+
+    def read_float32(self, name: str) -> NDArray[np.float32]:
+        """Read the numbers of one tensor as float32."""
+        numbers: NDArray[np.float32] = self.read(name).float().numpy()
+        return numbers
+
+
+def as_tensor(bits: Bits, dtype: str) -> torch.Tensor:
+    """Return a tensor over bits that were read from a file, given the name that safetensors has for its dtype."""
+    shape, own = bits.shape, TORCH_DTYPES[dtype]
+    if not bits.size:
+        return torch.empty(shape, dtype=own)
+    return torch.from_numpy(bits.reshape(-1).view("u1")).view(own).view(shape)
+
+
+def tensor_bits(tensor: torch.Tensor) -> Bits:
+    """Return the numbers of a tensor on the CPU as unsigned integers, in an array of numpy."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    bits: Bits = flat.view(torch.uint8).numpy().view(f"u{tensor.element_size()}")
+    return bits.reshape(tensor.shape)
+
+
+def _locate_tensors(path: Path) -> dict[str, _TensorLocation]:
     """Return the place of every tensor in a file, by its name.
 
     Raises:

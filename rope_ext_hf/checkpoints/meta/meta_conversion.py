@@ -17,19 +17,10 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from rope_ext_hf.bounds import check_int
+from rope_ext_hf.checkpoints.files.numbers import TensorInfo, size_of, tensor_bytes
 from rope_ext_hf.checkpoints.files.other_files import copy_other_files
-from rope_ext_hf.checkpoints.files.torch_files import open_writer
-from rope_ext_hf.checkpoints.files.weight_files import (
-    TORCH_DTYPES,
-    SafetensorsFile,
-    TensorInfo,
-    TensorView,
-    TorchFile,
-    file_matches,
-    size_of,
-    tensor_bytes,
-    write_safetensors,
-)
+from rope_ext_hf.checkpoints.files.torch_files import TORCH_DTYPES, TorchFile, open_writer
+from rope_ext_hf.checkpoints.files.weight_files import SafetensorsFile, TensorView, file_matches, write_safetensors
 from rope_ext_hf.checkpoints.meta.meta_params import (
     EMBEDDING,
     HF_EMBEDDING,
@@ -53,7 +44,7 @@ from rope_ext_hf.files.whole import (
     read_json,
     write_json,
 )
-from rope_ext_hf.models.patch_records import PATCH_KEY
+from rope_ext_hf.models.config_keys import PATCH_KEY
 
 MAX_SHARD_BYTES = 5_000_000_000  # as transformers has had it by default for years
 

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files.whole import package_table, read_json
-from rope_ext_hf.models.config import GUESSED_LENGTH_KEY, PAIRING_KEY
+from rope_ext_hf.models.config import GUESSED_LENGTH_KEY
+from rope_ext_hf.models.config_keys import PAIRING_KEY
 from rope_ext_hf.rotary.pairing import to_pairing
 
 LLAMA_3_THETA = 500_000.0  # assumed by Meta's Llama 3 code if params.json has no rope_theta

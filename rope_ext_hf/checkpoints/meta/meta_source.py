@@ -12,13 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.files.weight_files import (
-    TORCH_DTYPES,
-    SafetensorsFile,
-    TensorInfo,
-    TensorView,
-    TorchFile,
-)
+from rope_ext_hf.checkpoints.files.numbers import TensorInfo
+from rope_ext_hf.checkpoints.files.torch_files import TORCH_DTYPES, TorchFile
+from rope_ext_hf.checkpoints.files.weight_files import SafetensorsFile, TensorView
 from rope_ext_hf.checkpoints.meta.meta_params import (
     EMBEDDING,
     FREQUENCIES,
@@ -28,11 +24,9 @@ from rope_ext_hf.checkpoints.meta.meta_params import (
     Weight,
     read_params,
 )
-from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files.other_formats import check_format, has_weights
+from rope_ext_hf.files.other_formats import check_format
 from rope_ext_hf.files.whole import file_stamps, list_files, resolve_inside
-from rope_ext_hf.hub import model_folder
 
 
 class MetaSource:
@@ -92,9 +86,14 @@ class MetaSource:
         tied = {OUTPUT} if self.llama.tied else {}
         weights = {weight.hf: weight for weight in self.llama.weights(self.split) if weight.meta not in tied}
         first = self.parts[0].tensors
+
+        def read(name: str) -> Tensor:
+            return weights[name].to_pairing(self._read(weights[name]), now, to)
+
         return TensorView(
             {name: TensorInfo.from_shape(first[w.meta].dtype, w.shape) for name, w in weights.items()},
-            lambda name: weights[name].to_pairing(self._read(weights[name]), now, to),
+            read,
+            lambda name: read(name).float().numpy(),
         )
 
     def _read(self, weight: Weight) -> Tensor:
@@ -119,25 +118,6 @@ class _Shards:
 
 
 _Part = TorchFile | _Shards
-
-
-def open_checkpoint(
-    path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
-) -> Source | MetaSource:
-    """Open a folder or Hub repository in Meta's format or in Hugging Face's, which may have a params.json too.
-
-    Mistral's repositories hold a model in both formats: it is read in Hugging Face's.
-    """
-    folder = model_folder(path, revision=revision)
-    has_params = (folder / "params.json").is_file()
-    has_config = (folder / "config.json").is_file()
-    has_parts = any(folder.glob("consolidated.*.pth"))
-    has_shards = any(folder.glob("consolidated*.safetensors"))
-    if (has_params and has_parts) or ((has_params or has_parts or has_shards) and not has_config):
-        return MetaSource(folder)
-    if has_params and has_shards and not has_weights(folder):
-        return MetaSource(folder)
-    return Source(folder, trust_remote_code=trust_remote_code)
 
 
 def part_name(index: int) -> str:

@@ -12,24 +12,26 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+import numpy as np
+from numpy.typing import NDArray
 
-from rope_ext_hf.checkpoints.meta.meta_source import open_checkpoint
+from rope_ext_hf.checkpoints.opening import open_checkpoint
 from rope_ext_hf.checkpoints.pairing.pairing_report import LayerScore, PairingReport, TextLosses
-from rope_ext_hf.checkpoints.pairing.query_key_weights import RotatedWeights, weights_from_model, weights_from_source
+from rope_ext_hf.checkpoints.pairing.query_key_weights import Numbers, RotatedWeights
 from rope_ext_hf.checkpoints.pairing.right_calls import Call, folder_call, model_call, remedy
-from rope_ext_hf.checkpoints.pairing.text_losses import compare_losses
+from rope_ext_hf.checkpoints.pairing.source_weights import weights_from_source
 from rope_ext_hf.checkpoints.rows.head_blocks import evenly_spaced
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files.model_files import model_file
-from rope_ext_hf.hub import load_model, load_tokenizer
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedTokenizerBase
+
+F = TypeVar("F", bound=NDArray[np.floating[Any]])
 
 _MAX_LAYERS_READ = 8  # evenly spaced over the depth
 _MIN_LAYER_AGREEMENT = 0.75  # some models have a few layers without rotation
@@ -66,9 +68,14 @@ def detect_pairing(
     """
     has_config = True
     call: Call | None = None  # the rows in a model file are not converted where they are
-    if isinstance(path_or_model, nn.Module):
+    if hasattr(path_or_model, "named_parameters"):
+        from rope_ext_hf.checkpoints.pairing.model_weights import weights_from_model
+
         weights, call = weights_from_model(path_or_model), model_call
     elif model_file(path_or_model) is not None:
+        from rope_ext_hf.checkpoints.pairing.model_weights import weights_from_model
+        from rope_ext_hf.hub import load_model, load_tokenizer
+
         weights = replace(weights_from_model(load_model(path_or_model, dtype="float32")), path=str(path_or_model))
         if text is not None and tokenizer is None:
             tokenizer = load_tokenizer(path_or_model)
@@ -79,6 +86,8 @@ def detect_pairing(
         weights = weights_from_source(source, str(path_or_model), trust_remote_code=trust_remote_code)
     report = replace(detect_in_weights(weights), consumers=detect_in_consumers(weights))
     if text is not None:
+        from rope_ext_hf.checkpoints.pairing.text_losses import compare_losses
+
         report = combine_evidence(report, compare_losses(weights, text, tokenizer))
     if call is None:
         return report
@@ -147,21 +156,19 @@ def _detect(
         attentions: names of attention modules.
         sides: the kinds of rows that are compared, see `RotatedWeights.queries_and_keys`.
     """
-    inv_freq = weights.rotary.inv_freq()
     layers: list[LayerScore] = []
-    scores: list[Tensor] = []
+    scores: list[NDArray[np.float64]] = []
     try:
         if not attentions:
             raise CheckpointError(f"no tensor has a name of a rotated module of {weights.tensors.model_type!r}")
         for name in evenly_spaced(attentions, _MAX_LAYERS_READ):
-            query, key = weights.queries_and_keys(name, sides)
-            correlations = pairing_correlations(query, key, inv_freq).cpu().double()
+            correlations = _correlations(weights, name, sides)
             half, interleaved = correlations.mean(0).tolist()
             layers.append(LayerScore(name, len(correlations), half, interleaved))
             scores.append(correlations[:, 0] - correlations[:, 1])
     except CheckpointError as unreadable:
         return replace(report, reason=str(unreadable))
-    score, error = _mean_score(torch.cat(scores), inv_freq)
+    score, error = _mean_score(np.concatenate(scores), weights.inv_freq)
     report = replace(report, score=score, error=error, layers=tuple(layers), confidence=_confidence(score, error))
     if abs(score) < _MIN_SIGMA * error or not error:
         return replace(report, reason="the difference between the pairings may be chance")
@@ -171,13 +178,20 @@ def _detect(
     return replace(report, pairing="half" if score > 0 else "interleaved")
 
 
+def _correlations(weights: RotatedWeights, attention: str, sides: tuple[str, str]) -> NDArray[np.float64]:
+    """Return the correlations of each head of one attention module, whose weights are in memory meanwhile."""
+    with np.errstate(over="ignore", invalid="ignore"):  # weights may be of any size
+        query, key = weights.queries_and_keys(attention, sides)
+        return pairing_correlations(query, key, weights.inv_freq).astype(np.float64)
+
+
 # --- scores of the two pairings -----------------------------------------------------------------------------------
 
 
 _DECAY_LENGTHS = (256, 1024, 4096)  # tokens; each alone gives the right sign for every benchmarked model
 
 
-def pairing_correlations(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor:
+def pairing_correlations(query: Numbers, key: Numbers, inv_freq: NDArray[np.float64]) -> Numbers:
     """Correlate the energies of each head with the likenesses of its dims under the half and the interleaved pairing.
 
     Args:
@@ -190,12 +204,13 @@ def pairing_correlations(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor
     """
     group = len(query) // len(key)
     grouped = query.reshape(len(key), group * query.shape[1], -1)
-    energy = (grouped @ key.mT).view(*query.shape[:2], -1).square()
-    centered = _double_center(energy).flatten(1)
-    return nn.functional.normalize(centered, dim=1) @ _likenesses(inv_freq).to(centered).T
+    energy = np.square((grouped @ key.swapaxes(1, 2)).reshape(*query.shape[:2], -1))
+    centered = _double_center(energy).reshape(len(energy), -1)
+    correlations: Numbers = _normalized(centered) @ _likenesses(inv_freq).astype(centered.dtype).T
+    return correlations
 
 
-def _mean_score(by_head: Tensor, inv_freq: Tensor) -> tuple[float, float]:
+def _mean_score(by_head: NDArray[np.float64], inv_freq: NDArray[np.float64]) -> tuple[float, float]:
     """Return the mean of the scores of all heads, and its standard error.
 
     The error is computed from the differences between heads; or, if that is larger, it is the one that energies in
@@ -205,10 +220,10 @@ def _mean_score(by_head: Tensor, inv_freq: Tensor) -> tuple[float, float]:
         by_head: (heads,), the score of each head.
         inv_freq: (dims / 2,), radians per token.
     """
-    between_heads = float(by_head.std()) if len(by_head) > 1 else 0.0
+    between_heads = float(by_head.std(ddof=1)) if len(by_head) > 1 else 0.0
     like_half, like_interleaved = _likenesses(inv_freq)
     independent = max(1, len(like_half) - 2 * len(inv_freq))  # entries of an energy without its diagonal
-    by_chance = float((like_half - like_interleaved).norm()) / math.sqrt(independent)
+    by_chance = float(np.linalg.norm(like_half - like_interleaved)) / math.sqrt(independent)
     return float(by_head.mean()), max(between_heads, by_chance) / math.sqrt(len(by_head))
 
 
@@ -217,22 +232,30 @@ def _confidence(difference: float, error: float) -> float:
     return math.erf(abs(difference) / error / math.sqrt(2)) if error else 0.0
 
 
-def _likenesses(inv_freq: Tensor) -> Tensor:
+def _likenesses(inv_freq: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the likeness of any two dims of a head under the half and under the interleaved pairing.
 
     The result is (2, dims * dims), each row of norm 1.
     """
-    frequencies = torch.stack([torch.cat([inv_freq, inv_freq]), inv_freq.repeat_interleave(2)])  # (2, dims)
+    frequencies = np.stack([np.concatenate([inv_freq, inv_freq]), inv_freq.repeat(2)])  # (2, dims)
     difference = frequencies[:, :, None] - frequencies[:, None]
-    likeness = torch.stack([1 / (1 + (difference * length).square()) for length in _DECAY_LENGTHS]).sum(0)
-    return nn.functional.normalize(_double_center(likeness).flatten(1), dim=1)
+    likeness = sum(1 / (1 + np.square(difference * length)) for length in _DECAY_LENGTHS)
+    return _normalized(_double_center(likeness).reshape(2, -1))
 
 
-def _double_center(table: Tensor) -> Tensor:
+def _double_center(table: F) -> F:
     """Return square tables (..., n, n) with a zero diagonal and the means of rows and columns subtracted."""
-    diagonal = torch.eye(table.shape[-1], dtype=torch.bool, device=table.device)
+    diagonal = np.arange(table.shape[-1])
+    table = table.copy()
     for _ in range(4):  # without the diagonal, centring rows shifts the columns a little
-        for dim in (-1, -2):
-            table = table.masked_fill(diagonal, 0.0)
-            table = table - table.sum(dim, keepdim=True) / (table.shape[-1] - 1)
-    return table.masked_fill(diagonal, 0.0)
+        for axis in (-1, -2):
+            table[..., diagonal, diagonal] = 0
+            table -= table.sum(axis, keepdims=True) / (table.shape[-1] - 1)
+    table[..., diagonal, diagonal] = 0
+    return table
+
+
+def _normalized(rows: F) -> F:
+    """Return rows divided by their norms; a row of zeros stays."""
+    normalized: F = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+    return normalized

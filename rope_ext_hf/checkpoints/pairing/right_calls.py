@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rope_ext_hf.checkpoints.pairing.pairing_report import PairingReport
-from rope_ext_hf.models.config import PAIRING_KEY
+from rope_ext_hf.models.config_keys import PAIRING_KEY
 from rope_ext_hf.options.arguments import command_line
-from rope_ext_hf.rotary.pairing import other_pairing
+from rope_ext_hf.rotary.pairing_names import other_pairing
 
 Call = Callable[[str, str], str]
 """Returns the call of a conversion, as text in backticks, given the pairing to write and the present one."""

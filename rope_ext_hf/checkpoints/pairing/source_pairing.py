@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rope_ext_hf.checkpoints.files.weight_folders import open_weights
-from rope_ext_hf.checkpoints.meta.meta_source import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.opening import Opened, open_checkpoint
 from rope_ext_hf.checkpoints.pairing.detection import detect_in_weights
 from rope_ext_hf.checkpoints.pairing.pairing_report import PairingReport
-from rope_ext_hf.checkpoints.pairing.query_key_weights import weights_from_source, weights_in_files
 from rope_ext_hf.checkpoints.pairing.right_calls import Call, folder_call, remedy, right_call
+from rope_ext_hf.checkpoints.pairing.source_weights import weights_from_source
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError, RopeExtError
 from rope_ext_hf.files.whole import foreign_errors
 from rope_ext_hf.options.arguments import command_line
-from rope_ext_hf.rotary.pairing import other_pairing
+from rope_ext_hf.rotary.pairing_names import other_pairing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,7 +148,7 @@ def settle_pairing(
 
 
 def pairing_of_source(
-    source: Source | MetaSource, src: str | Path, dst: Path, to: str, *, stated: str | None, force: bool, verify: bool
+    source: Opened, src: str | Path, dst: Path, to: str, *, stated: str | None, force: bool, verify: bool
 ) -> _SourcePairing:
     """Decide which pairing the weights of a folder are in, by `settle_pairing`.
 
@@ -165,7 +165,7 @@ def pairing_of_source(
     """
 
     command = folder_call(src, dst)
-    if isinstance(source, MetaSource):
+    if not isinstance(source, Source):
         configured: str | None = "interleaved"
         by = "Meta's format"
     else:
@@ -203,6 +203,8 @@ def check_label(model: PreTrainedModel, folder: Path, name: str | Path) -> None:
         folder: its folder.
         name: the folder or Hub id, for the message.
     """
+    from rope_ext_hf.checkpoints.pairing.model_weights import weights_in_files  # imports torch
+
     try:
         with foreign_errors(f"the weights of {str(name)!r} could not be read"):
             files, _ = open_weights(folder, {})
@@ -227,13 +229,13 @@ def _score(report: PairingReport) -> str:
     return f"{report.score:+.3f} +- {report.error:.3f}"
 
 
-def _detect(source: Source | MetaSource) -> PairingReport:
+def _detect(source: Opened) -> PairingReport:
     """Detect the pairing of the weights in a folder.
 
     The pairing of an adapter is that of the model that it was trained with.
     """
     path = str(source.folder)
-    if isinstance(source, MetaSource) or source.adapter is None:
+    if not isinstance(source, Source) or source.adapter is None:
         return detect_in_weights(weights_from_source(source, path))
     base = source.adapter.base
     if source.adapter.lacks_pairing(source.config):

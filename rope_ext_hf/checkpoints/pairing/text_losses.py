@@ -20,7 +20,7 @@ from rope_ext_hf.models.model_classes import vocabulary_size
 from rope_ext_hf.models.temporary import evaluating
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.patches.slots.patched_slot import patched_slots
-from rope_ext_hf.rotary.pairing import other_pairing
+from rope_ext_hf.rotary.pairing_names import other_pairing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ def compare_losses(weights: RotatedWeights, text: str, tokenizer: PreTrainedToke
                 f"no tokenizer for the text beside {weights.path!r}; give one (tokenizer=...)"
             ) from missing
     ids = tokenizer(text[:TEXT_CHARACTERS], add_special_tokens=False, return_tensors="pt").input_ids[0]
-    length = min(SPAN_TOKENS, weights.rotary.trained_length)
+    length = min(SPAN_TOKENS, weights.trained_length())
     spans: Tensor = ids[: len(ids) // length * length].view(-1, length)[:SPANS]
     if len(spans) < 2:
         raise CorpusError(f"the text has {len(ids)} tokens; at least {2 * length} are needed")

@@ -1,15 +1,21 @@
-"""The rows of a tensor as blocks of heads, and how they are reordered between pairings."""
+"""The rows of a tensor as blocks of heads, and how they are reordered between pairings.
+
+Rows are moved by their numbers, so that arrays of numpy and tensors of torch are reordered alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from rope_ext_hf.rotary.pairing import to_pairing
+from rope_ext_hf.rotary.pairing_names import row_order
+
+A = TypeVar("A", bound=Any)
+"""An array of numpy, or a tensor of torch."""
 
 
 @dataclass(frozen=True)
@@ -67,21 +73,24 @@ class RowLayout:
             shapes.add((self.blocks[0].count, self.blocks[0].size))
         return shapes
 
-    def to_pairing(self, tensor: Tensor, to: str) -> Tensor:
+    def order(self, to: str) -> NDArray[np.int64]:
+        """Return for each row in the pairing `to` the number that the row has in the other pairing, (rows,)."""
+        parts = []
+        for block, numbers in self._parts(np.arange(self.rows)):
+            of_heads = numbers.reshape(self.repeat, block.count, block.size)
+            parts.append(of_heads[..., row_order(to, block.size, block.rotary, block.start)].reshape(self.repeat, -1))
+        return np.concatenate(parts, axis=1).reshape(self.rows)
+
+    def to_pairing(self, tensor: A, to: str) -> A:
         """Return a tensor with its rotated rows reordered from the other pairing to the pairing `to`.
 
-        `tensor`: (rows, ...), or a vector in one of `vector_shapes`.
+        `tensor`: (rows, ...), or a vector in one of `vector_shapes`; an array of numpy, or a tensor of torch.
         """
-        flat = tensor if tensor.shape[:1] == (self.rows,) else tensor.reshape(self.rows)
-        parts = []
-        for block, part in self._parts(flat):
-            if block.rotary:
-                part = to_pairing(part, to, heads=block.count, rotary_dim=block.rotary, start=block.start, dim=1)
-            parts.append(part)
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return out.reshape(tensor.shape)
+        flat = tensor if tuple(tensor.shape[:1]) == (self.rows,) else tensor.reshape(self.rows)
+        moved: A = flat[self.order(to)].reshape(tensor.shape)
+        return moved
 
-    def heads(self, tensor: Tensor) -> Iterator[tuple[HeadBlock, Tensor]]:
+    def heads(self, tensor: A) -> Iterator[tuple[HeadBlock, A]]:
         """Yield each block of heads, and the rows of its heads, taken from all repeats together.
 
         `tensor`: (rows, ...). The rows of a block are (repeat * count, size, ...), one entry for each head.
@@ -89,14 +98,17 @@ class RowLayout:
         for block, part in self._parts(tensor):
             yield block, part.reshape(self.repeat * block.count, block.size, *tensor.shape[1:])
 
-    def _parts(self, tensor: Tensor) -> Iterator[tuple[HeadBlock, Tensor]]:
+    def _parts(self, tensor: A) -> Iterator[tuple[HeadBlock, A]]:
         """Yield each block of heads, and its rows in each repeat.
 
         `tensor`: (rows, ...). The rows of a block are (repeat, count * size, ...).
         """
         repeats = tensor.reshape(self.repeat, self.rows // self.repeat, *tensor.shape[1:])  # -1 fails for empty tensors
-        sizes = [block.count * block.size for block in self.blocks]
-        yield from zip(self.blocks, torch.split(repeats, sizes, dim=1), strict=True)
+        begin = 0
+        for block in self.blocks:
+            end = begin + block.count * block.size
+            yield block, repeats[:, begin:end]
+            begin = end
 
 
 @dataclass(frozen=True)
@@ -115,19 +127,20 @@ class ScaleBlocks:
     size: int
 
     def __post_init__(self) -> None:
-        self._order("half")  # raises; the other direction is the inverse of this one, and exact if this one is
+        self.order("half")  # raises; the other direction is the inverse of this one, and exact if this one is
 
-    def to_pairing(self, tensor: Tensor, to: str) -> Tensor:
+    def to_pairing(self, tensor: A, to: str) -> A:
         """Return scales (blocks, ...) reordered from the other pairing to the pairing `to`."""
-        return tensor[self._order(to)]
+        moved: A = tensor[self.order(to)]
+        return moved
 
-    def _order(self, to: str) -> Tensor:
-        """Return for each block the number of the block that its rows come from, a tensor (blocks,) int64."""
-        origins = self.layout.to_pairing(torch.arange(self.layout.rows), to) // self.size
-        blocks = torch.split(origins, self.size)
-        if any(bool((block != block[0]).any()) for block in blocks):
+    def order(self, to: str) -> NDArray[np.int64]:
+        """Return for each block the number of the block that its rows come from, (blocks,)."""
+        origins = self.layout.order(to) // self.size
+        first = origins[:: self.size]
+        if (origins != first.repeat(self.size)[: len(origins)]).any():
             raise ValueError(f"rows of one block of {self.size} go to several blocks, each with a scale of its own")
-        return torch.stack([block[0] for block in blocks])
+        return first
 
 
 # --- a few layers in place of all of them -------------------------------------------------------------------------
@@ -138,5 +151,10 @@ T = TypeVar("T")
 
 def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
     """Return at most `most` of the items, evenly spaced, with the first and the last among them."""
-    steps = torch.linspace(0, len(items) - 1, min(most, len(items)))
-    return [items[i] for i in steps.round().int().tolist()]
+    count = min(most, len(items))
+    if count < 2:
+        return list(items[:count])
+    # In float32 from either end, as torch.linspace has it: the same layers are read as ever.
+    places, step = np.arange(count, dtype=np.float32), np.float32(len(items) - 1) / np.float32(count - 1)
+    steps = np.where(places < count // 2, step * places, np.float32(len(items) - 1) - step * places[::-1])
+    return [items[i] for i in steps.round().astype(int).tolist()]

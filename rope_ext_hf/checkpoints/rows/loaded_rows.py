@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from rope_ext_hf.checkpoints.rows.head_blocks import RowLayout, ScaleBlocks
 from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.patches.model_rope import ModelRope
-from rope_ext_hf.rotary.pairing import other_pairing
+from rope_ext_hf.rotary.pairing_names import other_pairing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +29,18 @@ def reorder(model: nn.Module, tensors: RotaryTensors, to: str) -> None:
     """
     with torch.no_grad():
         for parameter, layout in _rotated_parameters(model, tensors):
-            parameter.copy_(layout.to_pairing(parameter.detach(), to))
+            parameter.copy_(_moved(parameter, layout, to))
+
+
+def _moved(parameter: Any, layout: RowLayout | ScaleBlocks, to: str) -> Tensor:
+    """Return the values of a parameter with its rotated rows in the pairing `to`."""
+    if not hasattr(parameter.data, "full_tensor"):
+        values: Tensor = layout.to_pairing(parameter.detach(), to)
+        return values
+    sharding = sys.modules["torch.distributed.tensor"]  # where the class of this parameter comes from
+    whole = layout.to_pairing(parameter.detach().full_tensor(), to)
+    moved: Tensor = sharding.distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+    return moved
 
 
 def _rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[Tensor, RowLayout | ScaleBlocks]]:
@@ -64,11 +76,11 @@ def reordered(model: PreTrainedModel, to: str) -> Iterator[None]:
     try:
         with torch.no_grad():
             for tensor, layout in rotated:
-                converted = layout.to_pairing(tensor.detach(), to)
+                converted = _moved(tensor, layout, to)
                 moved.append((tensor, layout))
                 tensor.copy_(converted)
         yield
     finally:
         with torch.no_grad():
             for tensor, layout in moved:
-                tensor.copy_(layout.to_pairing(tensor.detach(), other_pairing(to)))
+                tensor.copy_(_moved(tensor, layout, other_pairing(to)))

@@ -19,12 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.checkpoints.files.tensor_names import TensorName, is_scale, parameter_kind
 from rope_ext_hf.checkpoints.rows.head_blocks import HeadBlock, RowLayout, ScaleBlocks
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
-from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.models.families import KV_HEADS, ModuleRows, choose, family, rows_rotate
 from rope_ext_hf.models.family_settings import (
     LayerConfig,
@@ -33,10 +32,11 @@ from rope_ext_hf.models.family_settings import (
     head_dim,
     supported_family,
 )
-from rope_ext_hf.models.model_classes import class_of_part
-from rope_ext_hf.patches.rows.row_heads import ClassRows, LayerRows
-from rope_ext_hf.patches.rows.row_heads import ModuleRows as ProbedRows
-from rope_ext_hf.patches.rows.row_probe import common_path, probe_rows
+
+if TYPE_CHECKING:
+    from rope_ext_hf.methods.base import Rotary
+    from rope_ext_hf.patches.rows.row_heads import ClassRows, LayerRows
+    from rope_ext_hf.patches.rows.row_heads import ModuleRows as ProbedRows
 
 _IN_LAYER = re.compile(r"\w+\.(?P<layer>\d+)\.(?P<inside>.+)")
 """The place of a module: the number of its layer, and its name inside the layer."""
@@ -76,6 +76,8 @@ class RotaryTensors:
             self.layers = tuple(_layouts(text.model_type, LayerConfig(text, layer), rotary_dim) for layer in layers)
             self.pairing, self.unrotated = class_pairing(config), tuple(known.unrotated)
             return
+        from rope_ext_hf.patches.rows.row_probe import probe_rows  # imports torch
+
         rows = probe_rows(text, model_class)
         probed = ProbedLayouts(rows)
         self.layers, self.pairing, self._attentions = probed.layers, rows.pairing, probed.attentions
@@ -262,6 +264,8 @@ def rotary_tensors(model: Any, rotary: Rotary) -> RotaryTensors:
 
     `rotary`: the parameters of its rotary embedding.
     """
+    from rope_ext_hf.models.model_classes import class_of_part
+
     return RotaryTensors(model.config, rotary.dim, class_of_part(model, model.config.get_text_config()))
 
 
@@ -385,6 +389,8 @@ class ProbedLayouts:
 
 def _unusual_names(layer: LayerRows) -> list[str]:
     """Return the names of the attention module of a layer, in the class and as it is saved, unless they are usual."""
+    from rope_ext_hf.patches.rows.row_probe import common_path
+
     names = []
     for modules in (layer.rotated, layer.saved):
         if all(TensorName.parse(f"layers.0.{name}.weight") for name in modules):

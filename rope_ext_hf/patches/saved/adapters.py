@@ -21,21 +21,21 @@ from safetensors import safe_open
 from torch import nn
 
 from rope_ext_hf.errors import CheckpointError, short
+from rope_ext_hf.files.model_folders import ADAPTER_CONFIG
 from rope_ext_hf.files.other_formats import check_format
 from rope_ext_hf.files.whole import read_json
-from rope_ext_hf.models.config import PAIRING_KEY
-from rope_ext_hf.models.patch_records import PATCH_KEY, checked_patches
+from rope_ext_hf.models.config_keys import PAIRING_KEY, PATCH_KEY
+from rope_ext_hf.models.patch_records import checked_patches
 from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.patches.rows.row_probe import pairing_of, published_pairing
 from rope_ext_hf.patches.saved.fingerprint import FINGERPRINT_KEY, fingerprint_record
 from rope_ext_hf.patches.slots.patched_slot import patch_state
-from rope_ext_hf.rotary.pairing import PAIRINGS, other_pairing
+from rope_ext_hf.rotary.pairing_names import PAIRINGS, other_pairing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_KEY = f"{PATCH_KEY}: load with rope_ext_hf.from_pretrained"
 """The key of adapter_config.json that holds the record of a patch."""
 SAVE_ROUTE = f"a record in {ADAPTER_CONFIG}; load with rope_ext_hf.from_pretrained"

@@ -18,7 +18,7 @@ from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files.whole import read_json, write_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.models.config import PLUGIN_PREFIX, UNKNOWN_TYPE
-from rope_ext_hf.models.patch_records import PATCH_KEY
+from rope_ext_hf.models.config_keys import PATCH_KEY
 
 _MODULE = "modeling_rope_ext_hf"
 """The name of the Python module that is written into the folder."""

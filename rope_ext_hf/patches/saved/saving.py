@@ -17,9 +17,8 @@ from rope_ext_hf.errors import CheckpointError, warn_caller
 from rope_ext_hf.files.model_files import name_way_out
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.models.config import UNKNOWN_TYPE
-from rope_ext_hf.models.config_keys import own_keys
+from rope_ext_hf.models.config_keys import PATCH_KEY, own_keys
 from rope_ext_hf.models.engine_keys import compare_engines, former_spelling
-from rope_ext_hf.models.patch_records import PATCH_KEY
 from rope_ext_hf.patches.saved.adapters import modules_with_adapters, record_before_saving
 from rope_ext_hf.patches.saved.fingerprint import fingerprint_record
 from rope_ext_hf.patches.saved.loading_code import write_loading_code

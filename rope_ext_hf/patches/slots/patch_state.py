@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.models.patch_records import PATCH_KEY, SAVED_KEYS, Patch
+from rope_ext_hf.models.config_keys import PATCH_KEY
+from rope_ext_hf.models.patch_records import SAVED_KEYS, Patch
 from rope_ext_hf.models.patched_config import ConfigEncoding
 
 

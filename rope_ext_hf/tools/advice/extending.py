@@ -14,7 +14,8 @@ from typing import Any
 from rope_ext_hf.checkpoints.folder_copies import unlike_copies
 from rope_ext_hf.errors import MethodError, ServingError, short
 from rope_ext_hf.eval.measurement_options import Perplexity
-from rope_ext_hf.hub import load_empty, model_folder, read_config
+from rope_ext_hf.files.model_folders import model_folder
+from rope_ext_hf.hub import load_empty, read_config
 from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.options.method_choice import LayerChoice
 from rope_ext_hf.runs.conclusions.labels import method_key

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.checkpoints.files.weight_files import DTYPE_NAMES, TensorInfo, safetensors_header, tensor_bytes
+from rope_ext_hf.checkpoints.files.numbers import TensorInfo, tensor_bytes
+from rope_ext_hf.checkpoints.files.torch_files import DTYPE_NAMES
+from rope_ext_hf.checkpoints.files.weight_files import safetensors_header
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.spans.span_measurement import scored_parts
 from rope_ext_hf.files.whole import atomic_file, check_room, disk_errors, fsync_path, read_json, write_text

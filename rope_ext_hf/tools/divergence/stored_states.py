@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.checkpoints.files.weight_files import TORCH_DTYPES, SafetensorsFile, TensorInfo
+from rope_ext_hf.checkpoints.files.numbers import TensorInfo
+from rope_ext_hf.checkpoints.files.torch_files import TORCH_DTYPES
+from rope_ext_hf.checkpoints.files.weight_files import SafetensorsFile
 from rope_ext_hf.errors import CheckpointError, FileError, MethodError, listed, printable, short
 from rope_ext_hf.files.whole import disk_errors, parse_json_object
 from rope_ext_hf.reading.protocols import ProtocolOptions, Span, resolve_protocol

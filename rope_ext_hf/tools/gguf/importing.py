@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from rope_ext_hf.checkpoints.pairing.detection import detect_in_weights
-from rope_ext_hf.checkpoints.pairing.query_key_weights import weights_from_model
+from rope_ext_hf.checkpoints.pairing.model_weights import weights_from_model
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.errors import CheckpointError, RopeExtError, entry, one_line, short, size_text
 from rope_ext_hf.files.whole import file_stamps, foreign_errors
@@ -24,7 +24,7 @@ from rope_ext_hf.hub import load_empty, load_model, load_tokenizer
 from rope_ext_hf.models.model_classes import vocabulary_size
 from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.patches.rows.row_probe import pairing_of
-from rope_ext_hf.rotary.pairing import other_pairing
+from rope_ext_hf.rotary.pairing_names import other_pairing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

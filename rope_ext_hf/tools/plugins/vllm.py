@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from rope_ext_hf.models.patch_records import PATCH_KEY
+from rope_ext_hf.models.config_keys import PATCH_KEY
 from rope_ext_hf.patches.saved.fingerprint import table_differences
 from rope_ext_hf.tools.engines.keys import PLUGIN_TYPE
 from rope_ext_hf.tools.plugins.tables import build_rotary, for_transformers, own_get_rope

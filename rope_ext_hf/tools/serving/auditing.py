@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
+from rope_ext_hf.files.model_folders import model_folder
 from rope_ext_hf.files.whole import foreign_errors, mistral_format_files, read_json
-from rope_ext_hf.hub import model_folder
-from rope_ext_hf.models.config_keys import rope_settings, text_settings, unread_settings
-from rope_ext_hf.models.patch_records import PATCH_KEY, checked_patches
+from rope_ext_hf.models.config_keys import PATCH_KEY, rope_settings, text_settings, unread_settings
+from rope_ext_hf.models.patch_records import checked_patches
 from rope_ext_hf.options.arguments import command_line
 from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
 from rope_ext_hf.tools.engines.base import Engine, NotCheckedError, list_engines, reference_engine

@@ -19,8 +19,9 @@ from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short, size_text
+from rope_ext_hf.files.model_folders import model_folder, model_source
 from rope_ext_hf.files.whole import foreign_errors, read_json
-from rope_ext_hf.hub import is_adapter, load_empty, missing_tokenizer, model_folder, model_source, read_config
+from rope_ext_hf.hub import is_adapter, load_empty, missing_tokenizer, read_config
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods, registered_name
 from rope_ext_hf.methods.remapping import RemappingMethod

@@ -20,12 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.files.torch_files import open_writer
-from rope_ext_hf.checkpoints.files.weight_files import (
-    TensorInfo,
-    TorchFile,
-    tensor_bytes,
-)
+from rope_ext_hf.checkpoints.files.numbers import TensorInfo, tensor_bytes
+from rope_ext_hf.checkpoints.files.torch_files import TorchFile, open_writer
 
 
 @pytest.mark.slow

@@ -17,14 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.files.weight_files import (
-    TORCH_DTYPES,
-    SafetensorsFile,
-    TensorInfo,
-    file_matches,
-    tensor_bytes,
-    write_safetensors,
-)
+from rope_ext_hf.checkpoints.files.numbers import TensorInfo, tensor_bytes
+from rope_ext_hf.checkpoints.files.torch_files import TORCH_DTYPES
+from rope_ext_hf.checkpoints.files.weight_files import SafetensorsFile, file_matches, write_safetensors
 from rope_ext_hf.files.whole import copy_range
 
 VALID = save(

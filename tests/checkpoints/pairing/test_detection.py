@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,7 @@ from rope_ext_hf.checkpoints.pairing.pairing_report import TextLosses
 from rope_ext_hf.checkpoints.pairing.text_losses import SPAN_TOKENS, SPANS
 from rope_ext_hf.reading.text.load import stdlib_held_out
 from rope_ext_hf.reference import path
-from rope_ext_hf.rotary.pairing import PAIRINGS
+from rope_ext_hf.rotary.pairing_names import PAIRINGS
 from tests.support.checkpoint_folders import watch_reads
 from tests.support.models import FAMILIES, ROTATING, build, build_known, plant_pairs
 from tests.support.planted_pairs import PLANTED, planted, separate
@@ -196,7 +197,7 @@ def test_a_quarter_of_the_layers_may_say_otherwise(monkeypatch: pytest.MonkeyPat
     def verdict(differences: list[float]) -> rope.PairingReport:
         model = build("llama", num_hidden_layers=len(differences))
         found = iter(differences)
-        answers = lambda *arguments: torch.tensor([[next(found), 0.0]]).expand(200, 2)  # noqa: E731
+        answers = lambda *arguments: np.array([[next(found), 0.0]]).repeat(200, 0)  # noqa: E731
         monkeypatch.setattr(detection, "pairing_correlations", answers)
         return rope.detect_pairing(model)
 
@@ -230,7 +231,7 @@ def test_packed_damaged_and_missing_weights_do_not_tell(tmp_path: Path) -> None:
 
 
 def test_two_dims_are_one_pair_either_way() -> None:
-    found = pairing_correlations(torch.randn(4, 2, 8), torch.randn(2, 2, 8), torch.ones(1))
+    found = pairing_correlations(torch.randn(4, 2, 8).numpy(), torch.randn(2, 2, 8).numpy(), np.ones(1))
     assert found.tolist() == [[0.0, 0.0]] * 4
 
 

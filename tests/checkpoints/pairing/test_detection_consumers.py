@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import rope_ext_hf as rope
-from rope_ext_hf.rotary.pairing import PAIRINGS
+from rope_ext_hf.rotary.pairing_names import PAIRINGS
 from tests.support.models import build, build_known, plant_pairs
 
 CLASS_ROTATES = {"deepseek_v32": "half", "glm_moe_dsa": "interleaved"}

@@ -17,7 +17,7 @@ import transformers
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.pairing.pairing_report import PairingReport
 from rope_ext_hf.checkpoints.pairing.source_pairing import settle_pairing
-from rope_ext_hf.rotary.pairing import PAIRINGS
+from rope_ext_hf.rotary.pairing_names import PAIRINGS
 from tests.support.checkpoint_folders import OTHER, all_tensors, convert, same, unstated, untouched, watch_reads
 from tests.support.commands import run
 from tests.support.models import build, logits, tokens

@@ -24,7 +24,7 @@ from rope_ext_hf.checkpoints.rows.head_blocks import HeadBlock, RowLayout
 from rope_ext_hf.checkpoints.rows.row_layouts import RotaryTensors
 from rope_ext_hf.models.families import families
 from rope_ext_hf.models.family_settings import stated_rotary
-from rope_ext_hf.rotary.pairing import PAIRINGS
+from rope_ext_hf.rotary.pairing_names import PAIRINGS
 from tests.support.models import WITH_A_CLASS, logits, own_config, plant_pairs, tokens
 
 LAYER = "transformer.encoder.layers.{}."

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, FileError
-from rope_ext_hf.hub import load_empty, load_model, load_tokenizer, model_folder
+from rope_ext_hf.files.model_folders import model_folder
+from rope_ext_hf.hub import load_empty, load_model, load_tokenizer
 from rope_ext_hf.runs.folder.model_digest import model_digest
 from rope_ext_hf.tools.gguf.headers import read_file_rope
 from rope_ext_hf.tools.gguf.models import check_rotation
