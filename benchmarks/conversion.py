@@ -1,15 +1,15 @@
-"""Time and memory of converting a checkpoint from one RoPE layout to the other, against copying its folder.
+"""Time and memory of converting and detecting a checkpoint, against copying its folder.
 
-    python benchmarks/conversion.py [--gigabytes 4] [--pairs 3] [--folder /somewhere] [--out benchmarks/results.jsonl]
+    python benchmarks/conversion.py [--gigabytes 1.34] [--rounds 5] [--folder /somewhere] [--out results.jsonl]
 
 A Llama with grouped-query attention (16 query and 4 key heads of 128, bfloat16, several parts) made of random numbers
 in a temporary folder. They are finite: the detection that comes before a conversion stops at the first layer with NaN.
-In turn, with the source in the page cache and nothing else waiting for the disk: one process that
-converts (`convert_checkpoint`, on disk when it ends), and one that calls `cp -r` followed by `sync`; either first in
-every other pair, and one of each beforehand that does not count. Both import torch and transformers before they begin:
-meanwhile a virtual machine gives memory that the run before has freed back to its host, and who writes first afterwards
-pays for it. `ratio` compares the calls; start and imports (`import_seconds`) take the same for any size. Memory is the
-process's peak (ru_maxrss), imports included, and the peak of one that loads the model. The last line is JSON.
+In turn, with the source in the page cache and nothing else waiting for the disk: the commands `rope-ext convert` (on
+disk when it ends) and `rope-ext detect`, and `cp -r` followed by `sync` of the copy. The first round does not count.
+Seconds are of the whole command, from the start of Python; the least of all rounds counts, because whatever else the
+machine does only adds to them. Processor time includes children. Memory is the largest that the system counts as the
+process's own (RssAnon, where pages of files are left out), and beside it the peak of a process that loads the model.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ import math
 import os
 import resource
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from record import benchmark_parser, record
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2048, 7168, 16, 4, 128, 32_000
 PART = 10**9  # bytes of a weight file, at most
-LIMIT_RATIO, LIMIT_TENSORS, LIMIT_MEGABYTES = 1.3, 3, 300
+CONVERT_RATIO, CONVERT_SECONDS, CONVERT_MEGABYTES, DETECT_SECONDS = 1.1, 1.2, 80, 1.0  # the goals
 
 
 def make(folder: Path, size: int) -> int:
@@ -97,88 +95,96 @@ def make(folder: Path, size: int) -> int:
     return largest
 
 
-def one(way: str, source: Path, target: Path) -> dict[str, Any]:
-    """Convert one checkpoint, in a process of its own, and return its time and memory."""
+def load(source: Path) -> None:
+    """Load the model in this process."""
     import transformers
 
-    from rope_ext_hf.checkpoints.conversion import convert_checkpoint
-
-    model = transformers.LlamaForCausalLM  # imports the class
-    started = time.perf_counter()
-    if way == "copy":
-        subprocess.run(["sh", "-c", 'cp -r "$1" "$2" && sync', "sh", str(source), str(target)], check=True)
-    elif way == "convert":
-        warnings.simplefilter("ignore")
-        convert_checkpoint(source, target, "interleaved")
-    else:
-        loaded = model.from_pretrained(source, dtype="auto")
-        for parameter in loaded.parameters():
-            parameter.view(-1).sum()  # loads it: before, it is memory-mapped
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"call": time.perf_counter() - started, "megabytes": peak / 1e6}
+    model = transformers.LlamaForCausalLM.from_pretrained(source, dtype="auto")
+    for parameter in model.parameters():
+        parameter.view(-1).sum()  # loads it: before, it is memory-mapped
 
 
-def run(way: str, source: Path, target: Path) -> dict[str, Any]:
-    """One process, from its start to its end."""
-    command = [sys.executable, __file__, "--one", way, "--folder", str(source), "--target", str(target)]
+def command_of(way: str, source: Path, target: Path) -> list[str]:
+    program = [sys.executable, "-m", "rope_ext_hf"]
+    commands = {
+        "convert": [*program, "convert", str(source), str(target), "--to", "interleaved"],
+        "detect": [*program, "detect", str(source)],
+        "copy": ["sh", "-c", 'cp -r "$1" "$2" && sync "$2"/*', "sh", str(source), str(target)],
+        "load": [sys.executable, __file__, "--load", str(source)],
+    }
+    return commands[way]
+
+
+def run(way: str, source: Path, target: Path) -> dict[str, float]:
+    """Run one command: its seconds, its seconds of the processor, and the peak of its own memory in megabytes."""
     os.sync()
     for path in source.iterdir():  # read into the page cache
         with path.open("rb") as file:
             while file.read(2**24):
                 pass
-    started = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - started
-    if done.returncode:
-        raise RuntimeError(done.stderr)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started, peak = time.perf_counter(), 0
+    process = subprocess.Popen(command_of(way, source, target), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None:
+        with suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines()
+            peak = max([peak, *(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))])
+        time.sleep(0.002)
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if process.returncode:
+        raise RuntimeError(f"{way} ended with the exit code {process.returncode}")
     shutil.rmtree(target, ignore_errors=True)
-    return {"seconds": seconds} | json.loads(done.stdout.splitlines()[-1])
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": seconds, "cpu": used, "megabytes": peak * 1024 / 1e6}
 
 
 def main() -> None:
     parser = benchmark_parser(__doc__, on_device=False)
-    parser.add_argument("--gigabytes", type=float, default=4.0)
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--gigabytes", type=float, default=1.34)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made; default: the system's place")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--target", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        print(json.dumps(one(arguments.one, arguments.folder, arguments.target)))
+    if arguments.load:
+        load(arguments.load)
         return
+    ways = ["convert", "copy", "detect"]
+    rounds: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         source, target = Path(temporary, "source"), Path(temporary, "target")
         source.mkdir()
-        largest = make(source, int(arguments.gigabytes * 1e9))
+        make(source, int(arguments.gigabytes * 1e9))
         size = sum(path.stat().st_size for path in source.iterdir())
         parts = len(list(source.glob("*.safetensors")))
-        ways, pairs = ["convert", "copy"], []
         for way in ways:
             run(way, source, target)  # a disk's first writes to a place may take several times as long
-        for _ in range(arguments.pairs):
-            pair = {way: run(way, source, target) for way in ways}
-            pairs.append(pair)
+        for _ in range(arguments.rounds):
+            rounds.append({way: run(way, source, target) for way in ways})
             ways.reverse()
-            print(json.dumps(pair), flush=True)
+            print(json.dumps(rounds[-1]), flush=True)
         loaded = run("load", source, target)
-    peak = max(pair["convert"]["megabytes"] for pair in pairs)
-    ratios = [pair["convert"]["call"] / pair["copy"]["call"] for pair in pairs]
-    most = LIMIT_TENSORS * largest / 1e6 + LIMIT_MEGABYTES
+    least = {way: {key: min(each[way][key] for each in rounds) for key in ("seconds", "cpu")} for way in ways}
+    peak = {way: max(each[way]["megabytes"] for each in rounds) for way in ways}
+    ratio = least["convert"]["seconds"] / least["copy"]["seconds"]
     result = {
         "benchmark": "conversion",
         "gigabytes": round(size / 1e9, 2),
         "parts": parts,
-        "largest_tensor_megabytes": round(largest / 1e6),
-        "convert_seconds": [round(pair["convert"]["call"], 2) for pair in pairs],
-        "copy_seconds": [round(pair["copy"]["call"], 2) for pair in pairs],
-        "import_seconds": round(statistics.median(p["convert"]["seconds"] - p["convert"]["call"] for p in pairs), 2),
-        "ratios": [round(ratio, 3) for ratio in ratios],
-        "ratio": round(statistics.median(ratios), 3),
-        "fast_enough": statistics.median(ratios) <= LIMIT_RATIO,
-        "convert_megabytes": round(peak),
-        "allowed_megabytes": round(most),
-        "small_enough": peak <= most,
+        "rounds": arguments.rounds,
+        "convert_seconds": round(least["convert"]["seconds"], 2),
+        "copy_seconds": round(least["copy"]["seconds"], 2),
+        "detect_seconds": round(least["detect"]["seconds"], 2),
+        "ratio": round(ratio, 2),
+        "convert_cpu": round(least["convert"]["cpu"], 2),
+        "copy_cpu": round(least["copy"]["cpu"], 2),
+        "detect_cpu": round(least["detect"]["cpu"], 2),
+        "convert_megabytes": round(peak["convert"]),
+        "detect_megabytes": round(peak["detect"]),
         "load_megabytes": round(loaded["megabytes"]),
+        "fast_enough": ratio <= CONVERT_RATIO
+        and least["convert"]["cpu"] <= CONVERT_SECONDS
+        and least["detect"]["cpu"] <= DETECT_SECONDS,
+        "small_enough": peak["convert"] <= CONVERT_MEGABYTES,
         "cores": os.cpu_count(),
     }
     record(result, arguments)

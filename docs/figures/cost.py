@@ -189,8 +189,9 @@ def position_ratio() -> str:
 def conversion() -> str:
     line = last_line("conversion")
     return (
-        f"{line['gigabytes']:.1f} GB in {line['parts']} files took {line['ratio']:.2f} times as long as `cp -r` and "
-        f"`sync` (median of {len(line['ratios'])} pairs, {min(line['ratios']):.2f} to {max(line['ratios']):.2f}, "
-        f"imports aside), and {line['convert_megabytes']} MB of memory, where loading the model takes "
-        f"{line['load_megabytes'] / 1000:.1f} GB"
+        f"{line['gigabytes']:.2f} GB in {line['parts']} files took {line['convert_seconds']:.1f} s with the start of "
+        f"Python, {line['ratio']:.2f} times as long as `cp -r` and `sync` (least of {line['rounds']} runs each, in "
+        f"turn), {line['convert_cpu']:.1f} s of the processor (`cp` {line['copy_cpu']:.1f}; `rope-ext detect` "
+        f"{line['detect_cpu']:.1f}), and {line['convert_megabytes']} MB of memory of its own, where loading the model "
+        f"takes {line['load_megabytes'] / 1000:.1f} GB"
     )
