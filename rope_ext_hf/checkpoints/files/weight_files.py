@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SafetensorsFile", "safetensors_header"]
 
-_ROWS_BYTES = 8 * 2**20  # of rows that are in memory at a time while they are moved
+_ROWS_BYTES = 2**20  # of rows that are moved at a time: they stay in the cache of the processor
 
 
 @dataclass(frozen=True)
