@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -190,16 +189,11 @@ def peak_of_own_memory(command: list[str]) -> int:
     """The most bytes of its own that a process has by the count of the system; pages of files are not among them."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     status, peak = Path(f"/proc/{process.pid}/status"), 0
-    done = threading.Event()
-    threading.Thread(target=lambda: (process.wait(), done.set()), daemon=True).start()
-    while not done.is_set():
-        try:
-            lines = status.read_text(encoding="utf-8").splitlines()
-        except (FileNotFoundError, ProcessLookupError):
-            break
+    while process.poll() is None:
+        lines = status.read_text(encoding="utf-8").splitlines()
         peak = max([peak, *(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))])
         time.sleep(0.002)
-    assert process.wait() == 0
+    assert process.returncode == 0
     return peak
 
 
