@@ -8,13 +8,11 @@ In turn, with the source in the page cache and nothing else waiting for the disk
 disk when it ends) and `rope-ext detect`, and `cp -r` followed by `sync` of the copy. The first round does not count.
 Seconds are of the whole command, from the start of Python; the least of all rounds counts, because whatever else the
 machine does only adds to them. Processor time includes children. Memory is the largest that the system counts as the
-process's own (RssAnon, where pages of files are left out), and beside it the peak of a process that loads the model.
-The last line is JSON.
+process's own (RssAnon, where pages of files are left out). The last line is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -95,22 +93,12 @@ def make(folder: Path, size: int) -> int:
     return largest
 
 
-def load(source: Path) -> None:
-    """Load the model in this process."""
-    import transformers
-
-    model = transformers.LlamaForCausalLM.from_pretrained(source, dtype="auto")
-    for parameter in model.parameters():
-        parameter.view(-1).sum()  # loads it: before, it is memory-mapped
-
-
 def command_of(way: str, source: Path, target: Path) -> list[str]:
     program = [sys.executable, "-m", "rope_ext_hf"]
     commands = {
         "convert": [*program, "convert", str(source), str(target), "--to", "interleaved"],
         "detect": [*program, "detect", str(source)],
         "copy": ["sh", "-c", 'cp -r "$1" "$2" && sync "$2"/*', "sh", str(source), str(target)],
-        "load": [sys.executable, __file__, "--load", str(source)],
     }
     return commands[way]
 
@@ -143,11 +131,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.34)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made; default: the system's place")
-    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.load:
-        load(arguments.load)
-        return
     ways = ["convert", "copy", "detect"]
     rounds: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
@@ -162,7 +146,6 @@ def main() -> None:
             rounds.append({way: run(way, source, target) for way in ways})
             ways.reverse()
             print(json.dumps(rounds[-1]), flush=True)
-        loaded = run("load", source, target)
     least = {way: {key: min(each[way][key] for each in rounds) for key in ("seconds", "cpu")} for way in ways}
     peak = {way: max(each[way]["megabytes"] for each in rounds) for way in ways}
     ratio = least["convert"]["seconds"] / least["copy"]["seconds"]
@@ -180,7 +163,6 @@ def main() -> None:
         "detect_cpu": round(least["detect"]["cpu"], 2),
         "convert_megabytes": round(peak["convert"]),
         "detect_megabytes": round(peak["detect"]),
-        "load_megabytes": round(loaded["megabytes"]),
         "fast_enough": ratio <= CONVERT_RATIO
         and least["convert"]["cpu"] <= CONVERT_SECONDS
         and least["detect"]["cpu"] <= DETECT_SECONDS,

@@ -191,7 +191,6 @@ def conversion() -> str:
     return (
         f"{line['gigabytes']:.2f} GB in {line['parts']} files took {line['convert_seconds']:.1f} s with the start of "
         f"Python, {line['ratio']:.2f} times as long as `cp -r` and `sync` (least of {line['rounds']} runs each, in "
-        f"turn), {line['convert_cpu']:.1f} s of the processor (`cp` {line['copy_cpu']:.1f}; `rope-ext detect` "
-        f"{line['detect_cpu']:.1f}), and {line['convert_megabytes']} MB of memory of its own, where loading the model "
-        f"takes {line['load_megabytes'] / 1000:.1f} GB"
+        f"turn), {line['convert_cpu']:.2f} s of the processor (`cp` {line['copy_cpu']:.2f}; `rope-ext detect` "
+        f"{line['detect_cpu']:.2f}), and {line['convert_megabytes']} MB of memory of its own"
     )
