@@ -1,8 +1,10 @@
 """The commands that measure at which lengths a model reads well: `ppl`, `sweep`, `passkey`, `report`.
 
 `Prepared` holds the steps that all of them share: plan, check that the model fits into memory, measure, print. The loop
-over methods, documents and spans is `rope_ext_hf.runs.loop.measure_methods`. A perplexity is made there of the losses
-that `rope_ext_hf.eval.spans.perplexity_measurement` gets for each span from `rope_ext_hf.reading.scorer`.
+over methods, documents and spans is `measure_methods` (runs/loop.py). For each span `PerplexityMeasurement`
+(eval/spans/perplexity_measurement.py) gets the losses of its tokens from `TokenScorer` (reading/scorer.py). The
+perplexity of a length is exp(sum of losses / number of tokens) over all documents, in `PerplexityRuns.result`
+(eval/spans/perplexity_runs.py).
 """
 
 from __future__ import annotations

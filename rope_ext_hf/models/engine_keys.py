@@ -32,7 +32,7 @@ def attention_factor_keys(settings: _Settings, known: Family) -> dict[str, Any]:
         known: the family of the model.
 
     Returns:
-        The keys to add; none where the settings have no attention factor.
+        The keys to add; none where the settings have no attention factor, as those of plain yarn have none.
     """
     factor = settings.get("attention_factor")
     if factor is None:

@@ -3,11 +3,15 @@
 Everything that a patch changes is planned first, by `planning`, and then changed by `applying`. For a method such as
 YaRN:
 
-- its formula is in `methods.static`: from the rotary embedding of the model to inverse frequencies and a factor;
-- they are computed once, when the new rotary module is made (`rotary.embedding`), which keeps them in fixed point and
-  makes cos and sin of them in each forward;
-- `slots.patched_slot` has the module that stands in the place of the model's own one, and shows the new `inv_freq`;
-- `models.patched_config` writes the settings into a copy of the config, which the model gets with the module.
+- its formula is in `methods.static`: from the rotary embedding of the model to inverse frequencies and a factor. In a
+  model without a scaling of its own, w_i = b^(-2i/d), and C = L0 is max_position_embeddings;
+- they are computed once, during the call of `patch`, when the new `RotaryEmbedding` is made (`rotary.embedding`). It
+  keeps them in its attributes `frequency` (integers, and not a buffer) and `attention_factor`, and makes cos and sin of
+  them in each forward;
+- `slots.patched_slot` has the module that stands where the model's own one stood, such as `model.model.rotary_emb`. It
+  holds the `RotaryEmbedding` and the module that it replaces, and works out `inv_freq` when it is read;
+- `models.patched_config` writes the settings into a copy of the config, which the model gets with the module:
+  `rope_parameters` with {"rope_type": "yarn", "factor": 4.0, ...}, and max_position_embeddings times the factor.
 
 A forward of the model passes through nothing else. Length-dependent and remapping methods also change the forward of
 the decoder (`forward`).

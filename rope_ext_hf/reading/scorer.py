@@ -318,7 +318,11 @@ class TokenScorer:
             ]
 
     def _losses_at_once(self, ids: Tensor, first: int) -> Tensor:
-        """Return the losses of a text that the decoder reads in one forward; the arguments are those of `losses`."""
+        """Return the losses of a text that the decoder reads in one forward; the arguments are those of `losses`.
+
+        The output of the decoder for a token predicts the next one: the head makes logits of it in float32, and the
+        loss is their logsumexp less the logit of the token that follows.
+        """
         outputs = decoder_outputs(self.reader.decoder, ids[:-1])[first - 1 :]
         return self.head.losses(outputs, ids[first:].to(outputs.device)).cpu()
 

@@ -25,8 +25,8 @@ def measure_methods(
 ) -> None:
     """Measure documents or prompts under every method, and tell a listener of each value.
 
-    Values are not returned: the journal of a run's folder, or a list in memory, is among the listeners, and results are
-    made of what it holds (`folder.results_from_records`).
+    Values are not returned: the journal of a run's folder, or a list in memory, is among the listeners, and
+    `RunKind.result` makes the result of a method and length of what it holds.
 
     Args:
         measurement: the documents or prompts, and how they are scored.

@@ -159,7 +159,10 @@ class PerplexityMeasurement(SpanMeasurement[DocumentLoss]):
         return losses
 
     def losses(self, scorer: TokenScorer, readings: Sequence[Reading]) -> Sequence[Tensor]:
-        """Return the losses of the scored tokens of each pass in nats, each (tokens,) float32."""
+        """Return the losses of the scored tokens of each pass in nats, each (tokens,) float32.
+
+        A pass goes to the scorer as its token ids, and the position of the first one that is scored.
+        """
         return scorer.losses_together(self.texts(readings), length=readings[0].what.context)
 
     def _recent_losses(self, scorer: TokenScorer, readings: Sequence[Reading]) -> dict[tuple[int, Span], float]:
