@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,38 +32,6 @@ class AngleLayout(NamedTuple):
     cast: bool
     axis_of_pair: tuple[int, ...] | None
     axes: int = 1
-
-
-def computes_as_llama(module: nn.Module) -> bool:
-    """Return whether the forward of a rotary module is a copy of the one of Llama, so that no probe is needed.
-
-    transformers generates the code of most families from that of Llama. Llama's positions have one axis; every angle is
-    there twice, in the layout "half"; and cos and sin have the dtype of the hidden states. The module must hold nothing
-    beside its frequencies.
-    """
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    own = _code(type(module).forward)
-    if own is None or own != _code(LlamaRotaryEmbedding.forward):
-        return False
-    return not module._parameters and all(name.endswith("inv_freq") for name in module._buffers)
-
-
-def _code(function: Any) -> list[Any] | None:
-    """Return what a function computes, and what each function around it does; None for code of other libraries.
-
-    A program may have put a function of its own into a class of transformers.
-    """
-    import transformers
-
-    libraries = tuple([str(Path(str(library.__file__)).parent) for library in (torch, transformers)])
-    code = []
-    while function is not None:
-        if not hasattr(function, "__code__") or not function.__code__.co_filename.startswith(libraries):
-            return None
-        code.append((function.__code__.co_code, function.__code__.co_names, function.__code__.co_consts))
-        function = getattr(function, "__wrapped__", None)
-    return code
 
 
 def probe_layout(module: nn.Module, stated: Tensor, layer_type: str | None) -> AngleLayout:

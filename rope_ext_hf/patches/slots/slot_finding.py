@@ -1,9 +1,9 @@
 """Find a model's rotary modules by their structure, not by the names of their classes.
 
 A slot is a module that holds `inv_freq` (or `<layer type>_inv_freq`), takes `position_ids`, and belongs to the model's
-text config. Most families compute cos and sin as Llama does. For the others, the arrangement is what their own forward
-does with a few made-up frequencies, see `layout_probe`. A family that keeps a table of angles in its weights instead
-(RoFormer) is read otherwise; see `roformer`.
+text config. The arrangement of its angles is what its own forward does with a few made-up frequencies, see
+`layout_probe`. A family that keeps a table of angles in its weights instead (RoFormer) is read otherwise; see
+`roformer`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.models.config import ConfigRope, read_rope
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.layer_types import AttentionLayers, Layers, LayerType
-from rope_ext_hf.patches.slots.layout_probe import AngleLayout, computes_as_llama, probe_layout
+from rope_ext_hf.patches.slots.layout_probe import AngleLayout, probe_layout
 from rope_ext_hf.patches.slots.patched_slot import (
     PatchedRotaryEmbedding,
     Slot,
@@ -131,12 +131,9 @@ def _slot(rotary_module: _RotaryModule, chosen_layers: Layers | None, *, several
         if inv_freq.device.type != "meta" and not rope.describes(inv_freq):
             check_filled(module)
             raise _another_geometry(config, rope)
-        if computes_as_llama(module):  # most families do: one axis, the half layout, and no multiplier
-            angles = AngleLayout("half", True, None)
-        else:
-            stated = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq
-            angles = probe_layout(module, stated.float(), layer_type)
-            log_multiplier = _log_multiplier(module, config, inv_freq.shape[-1])
+        stated = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq
+        angles = probe_layout(module, stated.float(), layer_type)
+        log_multiplier = _log_multiplier(module, config, inv_freq.shape[-1])
         axis_of_pair[layer_type], axes = angles.axis_of_pair, max(axes, angles.axes)
     layers = AttentionLayers(config)
     theta = as_loaded[None].plain.theta if several and None in as_loaded else None

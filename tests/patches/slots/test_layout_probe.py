@@ -1,4 +1,4 @@
-"""The arrangement of cos and sin: of copies of Llama's forward it is known, of all others it is probed."""
+"""The arrangement of cos and sin of a rotary module, which a probe finds out."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rope_ext_hf.patches.model_rope import ModelRope
-from rope_ext_hf.patches.slots.layout_probe import AngleLayout, computes_as_llama, probe_layout
-from rope_ext_hf.patches.slots.slot_finding import rotary_modules
+from rope_ext_hf.patches.slots.layout_probe import AngleLayout, probe_layout
 from tests.support.every_model import tiny
 from tests.support.models import build
 
@@ -18,17 +17,14 @@ PLAIN = AngleLayout("half", True, None)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"])
-def test_the_probe_agrees_for_copies_of_llamas_forward(family: str) -> None:
+def test_copies_of_llamas_forward_have_one_axis_and_the_half_layout(family: str) -> None:
     module = build(family).model.rotary_emb
-    assert computes_as_llama(module)
     assert probe_layout(module, module.inv_freq, None) == PLAIN
 
 
 @pytest.mark.parametrize(("family", "layout"), [("cohere", "interleaved"), ("gpt_oss", "bare")])
 def test_another_forward_is_probed(family: str, layout: str) -> None:
-    model = tiny(family)
-    assert not computes_as_llama(rotary_modules(model)[0].module)
-    assert [slot.layout for slot in ModelRope.of_model(model).slots] == [layout]
+    assert [slot.layout for slot in ModelRope.of_model(tiny(family)).slots] == [layout]
 
 
 def test_a_forward_that_a_program_has_put_into_the_class_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
