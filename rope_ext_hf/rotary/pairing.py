@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rope_ext_hf.rotary.pairing_names import check_pairing
+from rope_ext_hf.rotary.pairing_names import check_pairing, row_order
 
 
 def to_pairing(
@@ -33,7 +33,6 @@ def to_pairing(
     Raises:
         ValueError: an unknown pairing, or sizes that do not fit the tensor.
     """
-    check_pairing(to)
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ValueError(f"dim {dim} does not exist in a tensor of shape {tuple(tensor.shape)}")
     dim %= tensor.ndim
@@ -41,24 +40,10 @@ def to_pairing(
     if heads < 1 or size % heads:
         raise ValueError(f"{size} rows cannot be divided into {heads} heads")
     head_dim = size // heads
-    rotated = head_dim - start if rotary_dim is None else rotary_dim
-    if rotated < 0 or rotated % 2 or start < 0 or start + rotated > head_dim:
-        raise ValueError(
-            f"{rotated} rotated dims from dim {start} on must be an even number, and fit into a head of {head_dim} dims"
-        )
+    order = row_order(to, head_dim, head_dim - start if rotary_dim is None else rotary_dim, start)
     by_head = torch.unflatten(tensor, dim, (heads, head_dim))
-    # The rotated dims of a head are a flattened (pairs, 2) or (2, pairs) array: the other pairing is its transpose.
-    sizes = (rotated // 2, 2) if to == "half" else (2, rotated // 2)
-    pairs = torch.unflatten(by_head.narrow(dim + 1, start, rotated), dim + 1, sizes)
-    moved = pairs.transpose(dim + 1, dim + 2)
-    if rotated == head_dim:
-        whole: Tensor = moved.reshape(tensor.shape)
-        return whole
-    out = torch.empty_like(by_head, memory_format=torch.contiguous_format)
-    for begin, length in ((0, start), (start + rotated, head_dim - start - rotated)):
-        out.narrow(dim + 1, begin, length).copy_(by_head.narrow(dim + 1, begin, length))
-    torch.unflatten(out.narrow(dim + 1, start, rotated), dim + 1, sizes[::-1]).copy_(moved)
-    return out.view(tensor.shape)
+    moved: Tensor = by_head.index_select(dim + 1, torch.from_numpy(order).to(tensor.device)).reshape(tensor.shape)
+    return moved
 
 
 def rotate(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
