@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 from rope_ext_hf.bounds import advice, limit
-from rope_ext_hf.checkpoints.files.numbers import MAX_DIMS, TORCH_NAMES, Bits, TensorInfo, read_bytes
+from rope_ext_hf.checkpoints.files.numbers import MAX_DIMS, TORCH_NAMES, Bits, TensorInfo, read_bytes, tensor_bytes
 from rope_ext_hf.errors import CheckpointError, one_line
 
 __all__ = ["DTYPE_NAMES", "TORCH_DTYPES"]
@@ -127,9 +127,7 @@ def as_tensor(bits: Bits, dtype: str) -> torch.Tensor:
 
 def tensor_bits(tensor: torch.Tensor) -> Bits:
     """Return the numbers of a tensor on the CPU as unsigned integers, in an array of numpy."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    bits: Bits = flat.view(torch.uint8).numpy().view(f"u{tensor.element_size()}")
-    return bits.reshape(tensor.shape)
+    return np.asarray(tensor_bytes(tensor)).view(f"u{tensor.element_size()}").reshape(tensor.shape)
 
 
 def _locate_tensors(path: Path) -> dict[str, _TensorLocation]:
