@@ -138,12 +138,14 @@ class _Engine(NamedTuple):
             it takes in the place of each.
         families: the families that this is true for.
         was_run: whether the engine, or its rotary classes, were run; if not, its source was read.
+        runs_dual_chunk: whether it runs the dual chunk attention that a config states, by a rotary class of its own.
     """
 
     label: str
     ignored: Mapping[str, tuple[str, ...]]
     families: frozenset[str] = TRIED_FAMILIES
     was_run: bool = True
+    runs_dual_chunk: bool = False
 
 
 _ENGINES = (
@@ -155,7 +157,7 @@ _ENGINES = (
         "mlx-lm 0.32.2",
         _PLAIN | {"yarn": ("truncate", "attention_factor"), "longrope": ("short_factor", "attention_factor")},
     ),
-    _Engine("vLLM 0.33", _PLAIN | {"yarn": (), "longrope": ("short_factor",)}),
+    _Engine("vLLM 0.33", _PLAIN | {"yarn": (), "longrope": ("short_factor",)}, runs_dual_chunk=True),
     _Engine("SGLang 0.5.23", _PLAIN | {"yarn": (), "longrope": ("short_factor",)}),
     _Engine(
         "TensorRT-LLM 1.2.0rc2",
@@ -202,8 +204,8 @@ def compare_engines(config: _Settings) -> EngineAgreement:
     for engine in _ENGINES:
         if config["model_type"] not in engine.families or settings.get("rope_type") not in engine.ignored:
             continue
-        if engine.label.startswith("vLLM") and config.get("dual_chunk_attention_config"):
-            continue  # with which it rotates by a class that this package does not know
+        if engine.runs_dual_chunk and config.get("dual_chunk_attention_config"):
+            continue  # this package does not know the class that rotates then
         ignored = engine.ignored[settings["rope_type"]]
         if ignored and {*ignored} & _with_other_values(settings, config["max_position_embeddings"]):
             agreement.disagreeing.append(engine.label)

@@ -1,4 +1,4 @@
-"""What other programs read in a patched folder: their rules written out, both spellings, and what is said of them.
+"""Patched folders as other programs read them: the rules of engines, both spellings, and the sentences about them.
 
 tests/tools/engines/test_comparison.py holds the table of `compare_engines` to the rules of the tool box.
 """

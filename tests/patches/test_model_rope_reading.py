@@ -1,4 +1,4 @@
-"""What `ModelRope` reads from models, patched or not, from configs, and from folders that record a patch."""
+"""`ModelRope` of models, patched or not, of configs, and of folders that record a patch."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ UNCHANGED = {"yarn by 1", "linear by 1", "learnable, no factor"}
 
 
 def by_rules(config: dict[str, Any]) -> EngineAgreement:
-    """What the table of the library should say of a saved config: every engine's rules, computed."""
+    """Return what the table should say of a saved config, computed by the rules of every engine."""
     agreement = EngineAgreement([], [], [])
     try:
         expected = expected_numbers(reference_engine(), config)
