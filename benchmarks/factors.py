@@ -89,7 +89,7 @@ def main() -> None:
     base: Result | None = None
     for name, factor, method in chosen:
         until = factor * trained if factor else longest
-        bound = None if method is None else ModelRope.of_model(model).base().bind(method, longest)
+        bound = None if method is None else ModelRope.of_model(model).bind(method, longest)
         with patched(model, bound) if bound else nullcontext():
             measurement = PerplexityMeasurement(up_to(plan, until))
             results: Sequence[Result] = carry_out(model, RunPlan(measurement, arguments.data)).results

@@ -91,7 +91,7 @@ def main() -> None:
     methods: list[RopeMethod | None] = [None]
     for name, parameters in BIASES if arguments.biases else METHODS:
         method = resolve_method(name, rotary, **parameters)
-        methods.append(ModelRope.of_model(model).base().bind(method, lengths[-1]))
+        methods.append(ModelRope.of_model(model).bind(method, lengths[-1]))
     base: list[Result] = []
     rows: list[dict[str, Any]] = []
     for method in methods:

@@ -81,7 +81,7 @@ def main() -> None:
         for temperature in arguments.temperatures.split(",") if arguments.temperatures else (None,):
             given = parameters if temperature is None else parameters | {"temperature": temperature}
             method = resolve_method(name, rotary, target_length=lengths[-1], **given)
-            method = ModelRope.of_model(model).base().bind(method, lengths[-1])
+            method = ModelRope.of_model(model).bind(method, lengths[-1])
             with patched(model, method):
                 results = perplexity(model, tokens, lengths=lengths, out=arguments.folder, data="stdlib", **options)
             used = method.to_dict().get("temperature", temperature)

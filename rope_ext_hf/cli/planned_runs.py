@@ -96,7 +96,7 @@ class PlannedRun:
         if not needed.is_ample(self.device):
             print_note("needs", f"{needed}{f'; moving them takes about {duration(moving)}' if moving else ''}")
         passes = self.plan.measurement.passes
-        all_passes = sum(self.plan.passes(self.empty))
+        all_passes = sum(self._passes)
         if all_passes == max(1, len(self.plan.methods)) * sum(passes):
             tokens = f"{count_text(sum(passes))} tokens{_readers_clause(self.plan)}"
         else:  # some methods need fewer passes
@@ -133,7 +133,7 @@ class PlannedRun:
         at = ", ".join(f"{length:,}" for length in lengths)
         return Forecast(
             does=(f"measure {plan.measurement.kind} of {plan.data} at {at} tokens: {', '.join(methods)}",),
-            tokens=sum(plan.passes(self.empty)),
+            tokens=sum(self._passes),
             seconds=self._seconds + self._moving_seconds(needed),
             device=self.device,
             memory=needed,
@@ -142,6 +142,13 @@ class PlannedRun:
             folder=str(out),
             faster=self._faster,
         )
+
+    @cached_property
+    def _passes(self) -> list[int]:
+        """For each pass of the measurement, with all of its methods, the number of tokens."""
+        from rope_ext_hf.patches.model_rope import ModelRope
+
+        return self.plan.passes(ModelRope.of_model(self.empty).extending(self.plan.over, self.plan.context_length))
 
     @cached_property
     def _seconds(self) -> float:
@@ -153,15 +160,14 @@ class PlannedRun:
         from rope_ext_hf.hub import loaded_dtype
 
         speed = speed_for(self.empty, self.plan, self.device, loaded_dtype(self.empty, dtype))
-        passes = self.plan.passes(self.empty)
-        return pass_seconds(self.empty, self.plan.measurement, speed, *passes) / self.workers.count
+        return pass_seconds(self.empty, self.plan.measurement, speed, *self._passes) / self.workers.count
 
     def _moving_seconds(self, needed: MemoryEstimate) -> float:
         """Estimate the seconds of moving hidden states to their waiting place and back, from measured speeds."""
         from rope_ext_hf.reading.cost.operations import moving_seconds
 
         longest = max(self.plan.measurement.passes)
-        seconds = moving_seconds(self.empty, self.plan.passes(self.empty), longest, needed, self.device)
+        seconds = moving_seconds(self.empty, self._passes, longest, needed, self.device)
         return seconds / self.workers.count
 
     @cached_property

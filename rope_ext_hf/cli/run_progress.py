@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
@@ -34,9 +35,9 @@ def shown_progress(workers: Workers | None = None) -> Listener:
     class ShownProgress(Listener):
         closing = ExitStack()
 
-        def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
+        def planned(self, model: PreTrainedModel, plan: RunPlan[Any], passes: Sequence[int]) -> None:
             self.bar = self.closing.enter_context(progress_bar("unpatched", show=first))
-            self.model, self.plan, self.passes = model, plan, plan.passes(model)
+            self.model, self.plan, self.passes = model, plan, passes
             speed = speed_for(model, plan, model.device, model.dtype)
             self.work = cache(partial(pass_seconds, model, plan.measurement, speed))
             self.bar.left.total = self.work(*self.passes) / processes.count

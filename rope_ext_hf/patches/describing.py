@@ -167,7 +167,7 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         return _describe_patched(ModelRope.of_model(model, present.layers), live[0].state, present.method)
     rope = ModelRope.of_model(model)
     slot, embedding = rope.slot, rope.stated[0]
-    base = replace(rope, stated=(embedding,)).base()  # of several embeddings the first is described
+    base = replace(rope, stated=(embedding,))  # of several embeddings the first is described
     rotary, method, context = embedding.plain, embedding.method, base.rotary.context_length
     extended = context
     if rope.patches:  # plain transformers loaded the model from a folder that was saved patched

@@ -1,8 +1,9 @@
 """The rope of a model, read once: from a loaded model, from a config alone, or from a checkpoint to be converted.
 
     rope = ModelRope.of_model(model)
-    rope.rotary                 # the rotary embedding that a patch extends
-    rope.pairing                # "half" or "interleaved"
+    rope.rotary                           # the rotary embedding that a patch extends
+    rope.extending("original").rotary     # the one that a patch with over="original" extends
+    rope.pairing                          # "half" or "interleaved"
 
 A patch is planned on it, `describe` prints it, and runs, conversions and the tools for serving ask it.
 """
@@ -35,38 +36,10 @@ from rope_ext_hf.patches.rows.row_probe import pairing_of, run_pairing
 from rope_ext_hf.patches.slots.patched_slot import Slot, active_patches
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 
-__all__ = ["BaseRope", "ModelRope"]
+__all__ = ["ModelRope"]
 
 _OVER = ("own", "original", "patched")
 """Values of `over`: a patch extends the model as loaded, the model without its own scaling, or the present patch."""
-
-
-@dataclass(frozen=True)
-class BaseRope:
-    """The rotary embedding that a new patch extends, and the patches that stay underneath it.
-
-    Attributes:
-        rotary: the rotary embedding, scalings included.
-        rule: the reading of the config that gave its context length, in words for `describe`.
-        config: the text config without patches.
-        below: the patches underneath, bottom first; none unless the patch extends a patched model as such.
-    """
-
-    rotary: Rotary
-    rule: str
-    config: Any
-    below: tuple[Patch, ...] = ()
-
-    def bind(self, method: RopeMethod, length: int | None) -> RopeMethod:
-        """Return a method with every missing parameter filled in for inputs of `length` tokens, as `patch` does it.
-
-        Frequency methods are already complete. None: the extended length of the method.
-        """
-        if not isinstance(method, RemappingMethod):
-            return method
-        stated = method.as_stated(self.config, self.rotary.context_length)
-        own_temperature = family(self.config.model_type).own_temperature
-        return stated.bind(self.rotary, length, own_temperature=own_temperature)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +55,7 @@ class ModelRope:
         patches: the patches that the model has, or that its config records, bottom first.
         is_patched: whether these patches are in the model, and not only in its config.
         model: the model; None for a config alone.
+        over, context_length: what a new patch extends, see `extending`.
     """
 
     config: Any
@@ -91,6 +65,8 @@ class ModelRope:
     patches: tuple[Patch, ...] = ()
     is_patched: bool = False
     model: nn.Module | None = None
+    over: str = "own"
+    context_length: int | None = None
 
     @classmethod
     def of_model(cls, model: nn.Module, layers: Layers | None = None) -> ModelRope:
@@ -192,18 +168,11 @@ class ModelRope:
             )
         return next(iter(by_rotary.values()))
 
-    def base(self, over: str = "own", context_length: Length | None = None) -> BaseRope:
-        """Return the rotary embedding that a new patch extends, and the patches that stay underneath.
-
-        The context length is the one that the user gave; else the published one of a known model without a scaling of
-        its own; else the one that the config states.
-
-        Args:
-            over, context_length: as `rope_ext_hf.patch` takes them.
+    def extending(self, over: str = "own", context_length: Length | None = None) -> ModelRope:
+        """Return the same rope, for a new patch with these arguments of `rope_ext_hf.patch`.
 
         Raises:
             MethodError: `over` or `context_length` is impossible, or there is no present patch to extend.
-            UnsupportedModelError: the layers have several rotary embeddings.
         """
         context_length = parse_length(context_length)
         if over not in _OVER:
@@ -211,27 +180,69 @@ class ModelRope:
         if context_length is not None:
             check_int("context_length", context_length)
         if over == "patched":
-            return self._over_present_patch(context_length)
-        rotary, rule = self.embedding.rotary, self.embedding.rule
-        if over == "original":
-            rotary, rule = self.embedding.plain, "the original length of the config"
-        if context_length is not None:
-            rotary, rule = _with_context_length(rotary, context_length), "context_length, as given"
-        elif over == "own" and rotary.own is None:
-            published = published_length(self.config, rotary.context_length)
-            if published is not None:
-                rotary, rule = _with_context_length(rotary, published), "as published"
-        return BaseRope(rotary, rule, self.config)
+            self._check_present_patch()
+        return replace(self, over=over, context_length=context_length)
 
     @property
     def rotary(self) -> Rotary:
-        """The rotary embedding that a patch extends by default: that of the model as loaded."""
-        return self.base().rotary
+        """The rotary embedding that a new patch extends, scalings included.
 
-    def _over_present_patch(self, context_length: int | None) -> BaseRope:
-        """Return the rotary embedding that a patch with over="patched" extends: the model's own under its last patch.
+        Its context length is the one that the user gave; else the published one of a known model without a scaling of
+        its own; else the one that the config states.
 
-        That is a live one, or one that its config records.
+        Raises:
+            UnsupportedModelError: the layers have several rotary embeddings.
+        """
+        return self._extended[0]
+
+    @property
+    def rule(self) -> str:
+        """The reading of the config that gave the context length, in words for `describe`."""
+        return self._extended[1]
+
+    @property
+    def below(self) -> tuple[Patch, ...]:
+        """The patches underneath a new one, bottom first; none unless it extends a patched model as such."""
+        return self.patches if self.over == "patched" else ()
+
+    @cached_property
+    def _extended(self) -> tuple[Rotary, str]:
+        """The rotary embedding that a new patch extends, and the reading of the config that gave its context length."""
+        if self.over == "patched":
+            top = self.patches[-1]
+            length = self.context_length or top.length or top.rotary.context_length
+            rule = "context_length, as given" if self.context_length else "the extended length of the present patch"
+            return top.rotary.scaled(top.method, context_length=length), rule
+        rotary, rule = self.embedding.rotary, self.embedding.rule
+        if self.over == "original":
+            rotary, rule = self.embedding.plain, "the original length of the config"
+        if self.context_length is not None:
+            return _with_context_length(rotary, self.context_length), "context_length, as given"
+        if self.over == "own" and rotary.own is None:
+            published = published_length(self.config, rotary.context_length)
+            if published is not None:
+                return _with_context_length(rotary, published), "as published"
+        return rotary, rule
+
+    def bind(self, method: RopeMethod, length: int | None, rotary: Rotary | None = None) -> RopeMethod:
+        """Return a method with every missing parameter filled in, as `patch` does it.
+
+        Args:
+            method: the method; frequency methods are complete as they are.
+            length: the length of the inputs in tokens; None: the extended length of the method.
+            rotary: the rotary embedding that the method extends; None: that of a new patch.
+        """
+        if not isinstance(method, RemappingMethod):
+            return method
+        rotary = rotary or self.rotary
+        stated = method.as_stated(self.config, rotary.context_length)
+        return stated.bind(rotary, length, own_temperature=family(self.config.model_type).own_temperature)
+
+    def _check_present_patch(self) -> None:
+        """Check that over="patched" has something to extend: a live patch, or one that the config records.
+
+        Raises:
+            MethodError: there is no patch, or none that another one can be applied over.
         """
         if self.model is None:
             raise MethodError("over='patched' needs the model itself, not its config alone")
@@ -240,13 +251,9 @@ class ModelRope:
                 "over='patched' keeps the present patch underneath, and this model has none; leave it out to extend "
                 "the model as loaded"
             )
-        top = self.patches[-1]
-        if isinstance(top.method, RemappingMethod):
-            raise MethodError(f"no method can be applied over {top.method.name}: it changes positions, not frequencies")
-        length = context_length or top.length or top.rotary.context_length
-        rule = "context_length, as given" if context_length else "the extended length of the present patch"
-        rotary = top.rotary.scaled(top.method, context_length=length)
-        return BaseRope(rotary, rule, self.config, self.patches)
+        top = self.patches[-1].method
+        if isinstance(top, RemappingMethod):
+            raise MethodError(f"no method can be applied over {top.name}: it changes positions, not frequencies")
 
     @property
     def slot(self) -> Slot:

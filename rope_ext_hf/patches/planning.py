@@ -28,7 +28,7 @@ from rope_ext_hf.models.recipes import recipe_warning
 from rope_ext_hf.models.weights_at_hand import on_meta_device
 from rope_ext_hf.patches.forward.attention_interface import Layer
 from rope_ext_hf.patches.forward.attention_probe import probe_layers
-from rope_ext_hf.patches.model_rope import BaseRope, ModelRope, check_pairing
+from rope_ext_hf.patches.model_rope import ModelRope, check_pairing
 from rope_ext_hf.patches.slots.patch_state import ConfigSwap, PatchState, copied_configs, stating_rope
 from rope_ext_hf.patches.slots.patched_slot import Slot, patch_state
 from rope_ext_hf.patches.slots.roformer import check_table_method
@@ -96,12 +96,11 @@ def plan_patch(
     target_length = parse_length(target_length)
     if layers is not None:
         layers = (layers,) if isinstance(layers, (str, int)) else tuple(layers)
-    rope = _read_rope(model, layers)
-    base = rope.base(over, context_length)
-    resolved = resolve_method(method, base.rotary, factor=factor, target_length=target_length, **params)
-    length = target_length or stated_length(resolved, base.rotary, factor)
-    patch = Patch(resolved, base.rotary, length, native, layers)
-    plan = _plan(rope, base, patch, live=base.below if rope.is_patched else ())
+    rope = _read_rope(model, layers).extending(over, context_length)
+    resolved = resolve_method(method, rope.rotary, factor=factor, target_length=target_length, **params)
+    length = target_length or stated_length(resolved, rope.rotary, factor)
+    patch = Patch(resolved, rope.rotary, length, native, layers)
+    plan = _plan(rope, patch, rope.below, live=rope.is_patched)
     if rope.patches and not rope.is_patched and over != "patched":  # those that the folder of the model records
         replaced = replaced_note(rope.patches, plan.state.patch)
         if replaced is not None:
@@ -124,13 +123,12 @@ def plan_replay(model: nn.Module, patches: Sequence[Patch]) -> PatchPlan:
     """
     *below, top = patches
     rope = _read_rope(model, top.layers)
-    base = rope.base()
-    if base.rotary.dim != top.rotary.dim:
+    if rope.rotary.dim != top.rotary.dim:
         raise CheckpointError(
             f"the record of a patch is for {top.rotary.dim} rotated dims per head, and this model has "
-            f"{base.rotary.dim}; the record was made for another model"
+            f"{rope.rotary.dim}; the record was made for another model"
         )
-    return _plan(rope, replace(base, rotary=top.rotary, below=tuple(below)), top, live=tuple(below))
+    return _plan(rope, top, tuple(below), live=True)
 
 
 def _read_rope(model: nn.Module, layers: tuple[str | int, ...] | None) -> ModelRope:
@@ -145,31 +143,31 @@ def _read_rope(model: nn.Module, layers: tuple[str | int, ...] | None) -> ModelR
     return rope
 
 
-def _plan(rope: ModelRope, base: BaseRope, patch: Patch, live: tuple[Patch, ...]) -> PatchPlan:
+def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool) -> PatchPlan:
     """Return the plan of a patch.
 
     Args:
         rope: what the model says of its rope.
-        base: the rotary embedding that the patch extends, and the patches underneath it.
         patch: the patch, whose method may still lack parameters that follow from the model.
-        live: the patches underneath that are in the model, and come back when this one is taken off.
+        below: the patches underneath, bottom first.
+        live: whether these are in the model, and come back when this one is taken off.
     """
     model, slots, layers = rope.model, rope.slots, rope.slots[0].layers
     assert model is not None
-    if base.below and base.below[-1].layers != patch.layers:
+    if below and below[-1].layers != patch.layers:
         raise MethodError(
-            f"over='patched' keeps the layers of the present patch, {base.below[-1].layers or 'the default'}; got "
+            f"over='patched' keeps the layers of the present patch, {below[-1].layers or 'the default'}; got "
             f"layers={patch.layers}"
         )
     layers.check_method(patch.method, patch.layers)
-    method = base.bind(patch.method, patch.target_length)
+    method = rope.bind(patch.method, patch.target_length, patch.rotary)
     patch = replace(patch, method=method, target_length=patch.target_length or method.extended_length(patch.rotary))
     _check_method(rope, patch)
     attention: list[tuple[nn.Module, Layer]] = []
     if isinstance(method, RemappingMethod) and not on_meta_device(model):
         attention = probe_layers(model, slots, method, patch.rotary)
     configs = _copied_configs(model, slots[0].config)
-    encoding = _write_configs(rope, configs, patch, base.below)
+    encoding = _write_configs(rope, configs, patch, below)
     length = encoding.extended_length or patch.rotary.context_length
     sliding, every_layer = None, False
     if layers.window:
@@ -184,11 +182,11 @@ def _plan(rope: ModelRope, base: BaseRope, patch: Patch, live: tuple[Patch, ...]
     state = PatchState(
         patch,
         encoding,
-        base.rule,
+        rope.rule,
         notes=tuple([note for note in notes if note]),
         warning=sliding if every_layer else unlike_published,
         configs=configs,
-        below=live,
+        below=below if live else (),
     )
     return PatchPlan(rope, state, tuple(attention))
 

@@ -35,9 +35,9 @@ def resolve_choice(
         UnsupportedModelError: the model has no rotary embeddings that could be replaced.
     """
     choice.check()
-    base = ModelRope.of_model(model).base(**choice.base_arguments)
-    longest = max(longest, base.rotary.context_length)
-    methods = [base.bind(method, length) for method, length in over_rotary(choice, base.rotary, longest, lengths)]
+    rope = ModelRope.of_model(model).extending(**choice.base_arguments)
+    longest = max(longest, rope.rotary.context_length)
+    methods = [rope.bind(method, length) for method, length in over_rotary(choice, rope.rotary, longest, lengths)]
     return list(dict.fromkeys(methods))
 
 

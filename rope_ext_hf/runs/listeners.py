@@ -19,9 +19,9 @@ class Listeners(Listener):
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self._listeners = listeners
 
-    def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
+    def planned(self, model: PreTrainedModel, plan: RunPlan[Any], passes: Sequence[int]) -> None:
         for listener in self._listeners:
-            listener.planned(model, plan)
+            listener.planned(model, plan, passes)
 
     def started(self, folder: Path, done: int, units: int) -> None:
         for listener in self._listeners:
@@ -61,11 +61,10 @@ class _Called(Listener):
 class _TqdmBar(Listener):
     """A progress bar of tqdm: a widget in a notebook, elsewhere a line on standard error."""
 
-    def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
+    def planned(self, model: PreTrainedModel, plan: RunPlan[Any], passes: Sequence[int]) -> None:
         from tqdm.auto import tqdm
 
-        total = sum(plan.passes(model))
-        self._bar = tqdm(total=total, unit=" tokens", unit_scale=True)
+        self._bar = tqdm(total=sum(passes), unit=" tokens", unit_scale=True)
 
     def started(self, folder: Path, done: int, units: int) -> None:
         self._bar.n = self._bar.initial = round(self._bar.total * done / max(1, units))

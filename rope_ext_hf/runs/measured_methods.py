@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.patching import patched, patched_method
 from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.runs.conclusions.labels import Method, label, method_key
-from rope_ext_hf.runs.folder.identity import BaseRotary, find_base_rotary
+from rope_ext_hf.runs.folder.identity import basis_of_patches, find_basis
 from rope_ext_hf.runs.measurement import RunPlan
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class MeasuredMethods:
     Attributes:
         loaded: `RopeMethod.to_dict` of the method that the model is patched with already, if the plan also measures the
             model as it is; else None.
-        base_rotary: the state of the model that the methods are applied to.
+        rope: the rope of the model, for patches with the arguments of the plan.
+        basis: what the methods are applied to, see `find_basis`.
 
     Raises:
         MethodError: the method that the model is patched with would be measured twice, on two different states of the
@@ -64,12 +66,13 @@ class MeasuredMethods:
         present = patched_method(model)
         methods = plan.methods or (present,)
         self.loaded: Method = present.to_dict() if present is not None and None in methods else None
-        self.base_rotary = find_base_rotary(model, methods, plan.over, plan.context_length)
+        self.rope = ModelRope.of_model(model).extending(plan.over, plan.context_length)
+        self.basis = find_basis(self.rope, methods)
         every = [_MeasuredMethod(method, self.loaded if method is None else method.to_dict()) for method in methods]
         self._by_key = {method.key: method for method in every}
         if self.loaded is None or self._by_key[method_key(self.loaded)].method is None:
             return
-        if self.base_rotary != BaseRotary.from_patches(active_patches(model)):
+        if self.basis != basis_of_patches(active_patches(model)):
             raise MethodError(
                 f"the model is patched with {label(self.loaded)} already; to measure that method with another over or "
                 "context_length, give the model without its patch"
@@ -81,11 +84,7 @@ class MeasuredMethods:
     def applied(self, method: _MeasuredMethod) -> AbstractContextManager[Any]:
         """Patch the model with a method inside the `with` block, unless the model already has it in the same place."""
         patches = active_patches(self.model)
-        is_present = (
-            bool(patches)
-            and method.method == patches[-1].method
-            and self.base_rotary == BaseRotary.from_patches(patches)
-        )
+        is_present = bool(patches) and method.method == patches[-1].method and self.basis == basis_of_patches(patches)
         if method.method is None or is_present:
             return nullcontext()
         return patched(self.model, method.method, over=self._plan.over, context_length=self._plan.context_length)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from rope_ext_hf.errors import short
-from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.conclusions.labels import Method
@@ -147,14 +147,14 @@ class Measurement(ABC):
     listeners: Sequence[Listener] = ()
     all_cells: Sequence[Cell]
 
-    def passes_under(self, method: RopeMethod | None, rotary: Rotary) -> Sequence[int]:
+    def passes_under(self, method: RopeMethod | None, rope: ModelRope) -> Sequence[int]:
         """Return for each pass under one method its number of tokens, for estimates and progress; by default `passes`.
 
         A measurement that reads less text under some methods overrides it.
 
         Args:
             method: the method; None: the model as it is.
-            rotary: the rotary embedding that methods extend.
+            rope: the rope of the model, which the methods extend.
         """
         return self.passes
 
@@ -241,8 +241,14 @@ class Listener:
     order in which they stand here.
     """
 
-    def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
-        """Take note that the run begins; nothing has been read yet."""
+    def planned(self, model: PreTrainedModel, plan: RunPlan[Any], passes: Sequence[int]) -> None:
+        """Take note that the run begins; nothing has been read yet.
+
+        Args:
+            model: the model that is measured.
+            plan: the plan of the run.
+            passes: for each pass of the run, with all of its methods, the number of tokens.
+        """
 
     def started(self, folder: Path, done: int, units: int) -> None:
         """Take note that the run's folder exists, with `done` of the `units` values that this process measures.
@@ -311,11 +317,9 @@ class RunPlan(Generic[M_co]):
         scorer: TokenScorer = (self.scorer or TokenScorer)(model, **options)
         return scorer
 
-    def passes(self, model: PreTrainedModel) -> list[int]:
+    def passes(self, rope: ModelRope) -> list[int]:
         """Return for each pass of the run, with all of its methods, the number of tokens.
 
-        `model` is the model that is measured; it may be on the meta device.
+        `rope` is that of the model that is measured, for a patch with the `over` and `context_length` of the plan.
         """
-        rotary = ModelRope.of_model(model).base(self.over, self.context_length).rotary
-        methods = self.methods or (None,)
-        return [tokens for method in methods for tokens in self.measurement.passes_under(method, rotary)]
+        return [tokens for method in self.methods or (None,) for tokens in self.measurement.passes_under(method, rope)]

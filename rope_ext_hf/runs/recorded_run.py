@@ -161,7 +161,7 @@ class _Journal(Listener):
 def _model_key(plan: RunPlan[Any], methods: MeasuredMethods) -> dict[str, Any]:
     """Return the settings that identify the model: digests of its weights and of the code that measures it."""
     modules = (*plan.measurement.computed_by, *plan.reader_modules)
-    return model_key(methods.model, [each.method for each in methods], methods.base_rotary, plan.over, *modules)
+    return model_key(methods.model, [each.method for each in methods], methods.basis, plan.over, *modules)
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.methods.registry import rotary_from_dict
 from rope_ext_hf.models.temporary import evaluating
 from rope_ext_hf.runs.folder.folder import results_from_records
 from rope_ext_hf.runs.folder.identity import provenance
@@ -63,8 +64,8 @@ def carry_out(
         RopeExtError: one of the workers has ended.
     """
     with closing(progress or Listener()) as listener, evaluating(model):
-        listener.planned(model, plan)
         methods = MeasuredMethods(model, plan)
+        listener.planned(model, plan, plan.passes(methods.rope))
         settings = _settings(plan, methods)
         if out is None:
             run = _in_memory(plan, methods, settings, listener)
@@ -114,6 +115,6 @@ def _settings(plan: RunPlan[Any], methods: MeasuredMethods) -> dict[str, Any]:
         "per_cell": list(contents.counts.values()),
         "tokens": sum(measurement.passes),
         "over": plan.over,
-        "basis": methods.base_rotary.to_dict(),
-        "context_length": methods.base_rotary.rotary.context_length,
+        "basis": methods.basis,
+        "context_length": rotary_from_dict(methods.basis["rotary"]).context_length,
     }

@@ -10,6 +10,7 @@ import pytest
 from rope_ext_hf.cli.run_progress import shown_progress
 from rope_ext_hf.eval.measurement_options import Perplexity
 from rope_ext_hf.hub import load_tokenizer
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.reading.cost import memory
 from rope_ext_hf.reading.scorer import TokenScorer
 from tests.support.every_model import tiny
@@ -20,7 +21,7 @@ def noted(model: Any, scorer: Any, capsys: pytest.CaptureFixture[str]) -> str:
     question = Perplexity(lengths=[32], max_spans=1, data="stdlib")
     plan = question.plan(model, tokenizer=load_tokenizer("reference"))
     progress = shown_progress()
-    progress.planned(model, plan)
+    progress.planned(model, plan, plan.passes(ModelRope.of_model(model)))
     try:
         progress.reading(scorer)
     finally:

@@ -237,9 +237,9 @@ def test_the_output_stays_up_to_the_unchanged_length_and_no_further(
     parameters = {} if temperature is None else {"temperature": temperature}
     example = example_method(list_methods()[name], rotary, **parameters)
     try:
-        method = ModelRope.of_model(llama).base().bind(example, 16 * TRAINED)
+        method = ModelRope.of_model(llama).bind(example, 16 * TRAINED)
     except MethodError:  # without a parameter that follows from the target, some do not reach so far
-        method = ModelRope.of_model(llama).base().bind(example, TRAINED)
+        method = ModelRope.of_model(llama).bind(example, TRAINED)
     longest = method.unchanged_length(rotary)
     ids = torch.randint(3, 60, (1, 2 * TRAINED), generator=torch.Generator().manual_seed(0))
 

@@ -50,9 +50,9 @@ def test_what_is_said_of_short_inputs_holds(name: str, parameters: dict[str, Any
     rotary_of(model).inv_freq = inv_freq
     example = example_method(list_methods()[name], ModelRope.of_model(model).rotary, **parameters)
     try:
-        method = ModelRope.of_model(model).base().bind(example, LONG)
+        method = ModelRope.of_model(model).bind(example, LONG)
     except MethodError:  # without a parameter that follows from the target, some do not reach so far
-        method = ModelRope.of_model(model).base().bind(example, TRAINED)
+        method = ModelRope.of_model(model).bind(example, TRAINED)
     with rope.patched(model, method):
         said = SENTENCE.search(" ".join(rope.describe(model).short_inputs))
     kept = method.unchanged_length(ModelRope.of_model(model).rotary)

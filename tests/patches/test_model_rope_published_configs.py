@@ -71,8 +71,8 @@ def test_what_a_loaded_model_is_for(name: str) -> None:
     assert described.context_rule
     rotary = ModelRope.of_model(model).rotary
     assert rotary.context_length == expected["context_length"]
-    assert ModelRope.of_model(model).base(over="original").rotary.context_length == expected["original_length"]
-    assert ModelRope.of_model(model).base(context_length=1000).rotary.context_length == 1000
+    assert ModelRope.of_model(model).extending(over="original").rotary.context_length == expected["original_length"]
+    assert ModelRope.of_model(model).extending(context_length=1000).rotary.context_length == 1000
     note = "never uses long_factor" in " ".join(described.notes)
     assert note == (name == "phi-3.5-moe")
 

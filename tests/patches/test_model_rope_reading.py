@@ -39,9 +39,9 @@ def test_a_config_says_the_same_as_its_model(family: str) -> None:
     assert of_config.rotary == of_model.rotary
     assert of_config.layer_types == of_model.layer_types
     assert of_config.pairing == of_model.pairing
-    assert of_config.base("original") == of_model.base("original")
+    assert of_config.extending("original").rotary == of_model.extending("original").rotary
     with pytest.raises(MethodError, match="needs the model itself"):
-        of_config.base("patched")
+        of_config.extending("patched")
 
 
 def test_a_patched_model_says_what_it_said_before() -> None:
@@ -53,9 +53,9 @@ def test_a_patched_model_says_what_it_said_before() -> None:
     assert read.config is before.config
     assert read.is_patched
     assert [patch.method.name for patch in read.patches] == ["yarn"]
-    base = read.base("patched")
-    assert base.rotary == before.rotary.scaled(read.patches[0].method, context_length=4 * TRAINED)
-    assert base.below == read.patches
+    over = read.extending("patched")
+    assert over.rotary == before.rotary.scaled(read.patches[0].method, context_length=4 * TRAINED)
+    assert over.below == read.patches
 
 
 def test_a_folder_that_plain_transformers_has_loaded(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_folder_that_plain_transformers_has_loaded(tmp_path: Path) -> None:
     assert [patch.method.name for patch in read.patches] == ["yarn"]
     assert not read.is_patched
     assert read.config.max_position_embeddings == TRAINED
-    assert read.base("patched").below == read.patches
+    assert read.extending("patched").below == read.patches
     assert loaded.config.to_dict() == as_loaded
 
 
@@ -80,7 +80,7 @@ def test_layers_that_a_method_is_for() -> None:
     assert full.rotary.theta != sliding.rotary.theta
     several = ModelRope.of_model(model, ["full_attention", "sliding_attention"])
     with pytest.raises(UnsupportedModelError, match="one method needs one rotary embedding"):
-        several.base()
+        several.rotary  # noqa: B018
 
 
 def test_a_scaling_that_follows_the_length() -> None:

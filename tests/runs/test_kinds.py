@@ -124,7 +124,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> RunPlan[GuessMeasurement]:
     monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
     register_run_kind(GuessRuns)
     texts = torch.randint(3, 90, (3, 128), generator=torch.Generator().manual_seed(0))
-    yarn: RopeMethod = ModelRope.of_model(build("llama")).base().bind(Yarn(factor=2.0), 128)
+    yarn: RopeMethod = ModelRope.of_model(build("llama")).bind(Yarn(factor=2.0), 128)
     return RunPlan(GuessMeasurement(list(texts), [64, 128]), "random tokens", methods=(None, yarn))
 
 

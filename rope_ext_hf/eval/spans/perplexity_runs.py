@@ -464,7 +464,7 @@ def _plan(
     of_spans = {name: getattr(options, name) for name in fields}
     base_arguments = {name: settings[name] for name in ("over", "context_length") if name in settings}
     length = (
-        ModelRope.of_model(model).base(**base_arguments).rotary.context_length
+        ModelRope.of_model(model).extending(**base_arguments).rotary.context_length
         if resolve_protocol(options.protocol).recent
         else None
     )
@@ -491,7 +491,7 @@ def _no_bytes() -> MethodError:
 
 def _fit_sweep(options: Sweep, model: PreTrainedModel, methods: MethodChoice) -> tuple[Sweep, list[RopeMethod]]:
     """Add the context length to the lengths of a sweep, and fit the methods to each length; see `Sweep`."""
-    length = ModelRope.of_model(model).base(**methods.base_arguments).rotary.context_length
+    length = ModelRope.of_model(model).extending(**methods.base_arguments).rotary.context_length
     ordered, _ = check_lengths(options.lengths, None)
     methods.check(factor_alone=True)
     chosen = replace(methods, method=methods.method or DEFAULT_METHODS)

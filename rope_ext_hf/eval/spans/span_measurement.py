@@ -9,7 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Pass, span_passes
@@ -49,9 +50,10 @@ class SpanMeasurement(Measurement, Generic[V]):
         # a token that is scored at two lengths counts twice
         self.scored = sum(span.score_to - span.score_from for _, spans in plan.documents for span in spans)
 
-    def passes_under(self, method: RopeMethod | None, rotary: Rotary) -> list[int]:
+    def passes_under(self, method: RopeMethod | None, rope: ModelRope) -> list[int]:
         """Return the number of tokens in each pass under a method; under some, lengths share passes (`span_passes`)."""
-        depends_on_total_length = rotary.length_dependent if method is None else method.depends_on_length(rotary)
+        own = rope.own_length_dependent is not None
+        depends_on_total_length = own if method is None else method.depends_on_length(rope.rotary)
         return self.plan.passes(depends_on_total_length=depends_on_total_length, recent=method is None)
 
     def cells(self, item: int) -> Sequence[Cell]:

@@ -18,8 +18,7 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
@@ -84,57 +83,29 @@ _KNOWN_SOURCE = re.compile(rf"(torch|transformers|rope_ext_hf\.({'|'.join(_COMPU
 """Names of modules that need no digest of their own: their package's version, or their folder's digest, covers them."""
 
 
-@dataclass(frozen=True)
-class BaseRotary:
-    """The state of a model that the methods of a run are applied to.
-
-    Attributes:
-        rotary: the rotary embedding that the methods change.
-        layers: the layers that are patched; None: all.
-        below: patches that the model has already and keeps, and that the methods are applied on top of, the lowest
-            first.
-    """
-
-    rotary: Rotary
-    layers: tuple[str | int, ...] | None = None
-    below: tuple[Patch, ...] = ()
-
-    @classmethod
-    def from_patches(cls, patches: tuple[Patch, ...]) -> BaseRotary:
-        """Return what the last of a model's patches was applied to.
-
-        `patches` are all patches of the model, the first one applied first.
-        """
-        return cls(patches[-1].rotary, patches[-1].layers, patches[:-1])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON values, for the settings of a run."""
-        return {
-            "rotary": self.rotary.to_dict(),
-            "layers": self.layers,
-            "below": [patch.to_dict() for patch in self.below],
-        }
-
-
-def find_base_rotary(
-    model: nn.Module, methods: Sequence[RopeMethod | None], over: str, context_length: int | None
-) -> BaseRotary:
-    """Return the rotary settings and earlier patches of a model that the methods of a run start from.
+def find_basis(rope: ModelRope, methods: Sequence[RopeMethod | None]) -> dict[str, Any]:
+    """Return what the methods of a run are applied to, as JSON values: a rotary embedding, and patches underneath.
 
     Runs are compared only if these are equal. Usually they are those of the model as it is now; if every method is the
     one that the model is patched with already, they are those below this patch.
 
     Args:
-        model: patched or not.
+        rope: the rope of the model, patched or not, for patches with the arguments of the run.
         methods: the methods; None stands for the model as it is.
-        over, context_length: as `rope_ext_hf.patch` takes them.
     """
-    patches = active_patches(model)
-    if patches and over == "own" and context_length is None and all(method == patches[-1].method for method in methods):
-        return BaseRotary.from_patches(patches)
-    rope = ModelRope.of_model(model)
-    base = rope.base(over, context_length)
-    return BaseRotary(base.rotary, None, base.below if rope.is_patched else ())
+    extends_own = rope.over == "own" and rope.context_length is None
+    if rope.is_patched and extends_own and all(method == rope.patches[-1].method for method in methods):
+        return basis_of_patches(rope.patches)
+    return _basis(rope.rotary, None, rope.below if rope.is_patched else ())
+
+
+def basis_of_patches(patches: tuple[Patch, ...]) -> dict[str, Any]:
+    """Return what the last of a model's patches, all of them bottom first, was applied to; see `find_basis`."""
+    return _basis(patches[-1].rotary, patches[-1].layers, patches[:-1])
+
+
+def _basis(rotary: Rotary, layers: tuple[str | int, ...] | None, below: Sequence[Patch]) -> dict[str, Any]:
+    return {"rotary": rotary.to_dict(), "layers": layers, "below": [patch.to_dict() for patch in below]}
 
 
 def results_of_model(run: Run[Any], model: nn.Module, name: str) -> tuple[Run[Any], Method]:
@@ -154,10 +125,10 @@ def results_of_model(run: Run[Any], model: nn.Module, name: str) -> tuple[Run[An
     method = patches[-1].method.to_dict() if patches else unpatched
     if len(patches) == 1 and isinstance(patches[-1].method, Default) and not run.select([method]).results:
         method = unpatched  # it changes nothing but the length in the config
-    base_rotary = BaseRotary.from_patches(patches).to_dict() if patches else run.settings["basis"]
+    basis = basis_of_patches(patches) if patches else run.settings["basis"]
     chosen = run.select([unpatched, method])
     has_method = any(result.key == method_key(method) for result in chosen.results)
-    if not has_method or json.loads(json.dumps(base_rotary)) != json.loads(json.dumps(run.settings["basis"])):
+    if not has_method or json.loads(json.dumps(basis)) != json.loads(json.dumps(run.settings["basis"])):
         measured = ", ".join(dict.fromkeys(label(result.method) for result in run.results)) or "nothing yet"
         raise FileError(
             f"the run in {str(run.path)!r} has no result of {label(method)} as {name} carries it; it measured "
@@ -167,23 +138,23 @@ def results_of_model(run: Run[Any], model: nn.Module, name: str) -> tuple[Run[An
 
 
 def model_key(
-    model: nn.Module, methods: Sequence[RopeMethod | None], base_rotary: BaseRotary, over: str, *measuring: str
+    model: nn.Module, methods: Sequence[RopeMethod | None], basis: Mapping[str, Any], over: str, *measuring: str
 ) -> dict[str, Any]:
     """Return the settings that the numbers of a run depend on: digests of the weights and of the code, and the patches.
 
     Args:
         model: patched or not.
         methods: the methods; None stands for the model with its present patches.
-        base_rotary: the state of the model that the methods are applied to.
+        basis: what the methods are applied to, see `find_basis`.
         over: as `rope_ext_hf.patch` takes it.
         measuring: the names of the Python modules whose code measures.
     """
     patches = active_patches(model)
-    measures_present_patch = None in methods or (patches and base_rotary == BaseRotary.from_patches(patches))
+    measures_present_patch = None in methods or (patches and basis == basis_of_patches(patches))
     return {
         "weights": model_digest(model),
         "over": over,
-        "basis": base_rotary.to_dict(),
+        "basis": basis,
         "patches": [patch.to_dict() for patch in patches] if None in methods else [],
         "of_patch": _further_arguments(patches[-1]) if patches and measures_present_patch else {},
         "code": code_digest(model, *measuring),
@@ -191,7 +162,7 @@ def model_key(
 
 
 def _further_arguments(patch: Patch) -> dict[str, Any]:
-    """Return those arguments of a patch that are not defaults and that its method and `BaseRotary` do not show."""
+    """Return those arguments of a patch that are not defaults and that its method and its basis do not show."""
     arguments: dict[str, Any] = {}
     if patch.target_length not in (None, patch.method.extended_length(patch.rotary)):
         arguments["target_length"] = patch.target_length

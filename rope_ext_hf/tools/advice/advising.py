@@ -140,7 +140,7 @@ class _Present:
 
     @classmethod
     def of(cls, opened: Model, over: str, context_length: int | None) -> _Present:
-        base = opened.base(over, context_length)
+        base = opened.rope.extending(over, context_length)
         scalings = [str(scaling) for scaling in scalings_underneath(base.rotary)]
         reached, rule = base.rotary.context_length, base.rule
         if over != "own" or context_length is not None or not opened.patches:

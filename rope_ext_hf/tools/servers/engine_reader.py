@@ -244,7 +244,7 @@ def _check_lengths(
             (rope.method, rope.plain) for slot in ModelRope.of_model(empty).slots for rope in slot.as_loaded.values()
         ]
     else:
-        ropes = [(method, open_model(empty).base(**base).rotary)]
+        ropes = [(method, ModelRope.of_model(empty).extending(**base).rotary)]
     for rope_method, rotary in ropes:
         first, *others = (rope_method.frequencies(rotary, length).inv_freq for length in lengths)
         if not all(torch.equal(other, first) for other in others):

@@ -24,7 +24,7 @@ from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.models.patch_records import Patch, saved_patches
 from rope_ext_hf.models.patched_config import config_encoding, softmax_scale, write_settings
 from rope_ext_hf.models.recipes import Recipe, find_recipe, recipe_note, recipe_warning
-from rope_ext_hf.patches.model_rope import BaseRope, ModelRope
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.planning import plan_patch
 from rope_ext_hf.patches.small_replica import refusal, small_replica
 
@@ -70,10 +70,6 @@ class ConfigModel:
         """Return the model that a text config describes, with the patches in the record that its folder holds."""
         return cls(config=config, patches=[] if record is None else saved_patches(record), **arguments)
 
-    def base(self, over: str = "own", context_length: Length | None = None) -> BaseRope:
-        """Return the rotary embedding that a patch would extend; the arguments are those of `rope_ext_hf.patch`."""
-        return self.rope.base(over, context_length)
-
     def planned_patch(
         self,
         method: str | RopeMethod,
@@ -85,11 +81,11 @@ class ConfigModel:
         **params: Any,
     ) -> Patch:
         """Return the patch that `rope_ext_hf.patch` would apply, with every parameter of the method filled in."""
-        base, target = self.base(over, context_length), parse_length(target_length)
-        resolved = resolve_method(method, base.rotary, factor=factor, target_length=target, **params)
-        length = target or stated_length(resolved, base.rotary, factor)
-        bound = base.bind(resolved, length)
-        return Patch(bound, base.rotary, length or bound.extended_length(base.rotary))
+        rope, target = self.rope.extending(over, context_length), parse_length(target_length)
+        resolved = resolve_method(method, rope.rotary, factor=factor, target_length=target, **params)
+        length = target or stated_length(resolved, rope.rotary, factor)
+        bound = rope.bind(resolved, length)
+        return Patch(bound, rope.rotary, length or bound.extended_length(rope.rotary))
 
     def patched_config(self, patch: Patch) -> Any:
         """Return a copy of the text config as the patched model would be saved.

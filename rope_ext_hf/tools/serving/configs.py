@@ -160,7 +160,7 @@ def make_target(
         patch = model.patches[-1]
     else:
         if isinstance(method, str) and registered_name(method) in list_methods() and target_length is not None:
-            base = model.base(over, context_length)
+            base = model.rope.extending(over, context_length)
             if target_length <= base.rotary.context_length:
                 reason = needs_nothing(base.rotary.context_length, target_length, base.rule)
                 raise MethodError(f"{reason} Leave the method out (--method) to serve the model as it is")

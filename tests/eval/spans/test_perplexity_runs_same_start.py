@@ -17,6 +17,7 @@ from rope_ext_hf.eval.measurement_options import Perplexity
 from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
 from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns
 from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.runs.conclusions.conclusions import conclude
 from rope_ext_hf.runs.conclusions.findings import Findings
@@ -71,7 +72,7 @@ def test_every_length_has_the_loss_of_an_input_of_that_length(method: RopeMethod
     assert sorted(passes) == sorted(expected + recent)
     question = Perplexity(lengths=LENGTHS, data=[text], protocol="same-start", targets=TARGETS, bos=False)
     plan = replace(question.plan(build("llama")), methods=(method,))
-    assert sorted(plan.passes(build("llama"))) == sorted(passes)  # what a forecast counts
+    assert sorted(plan.passes(ModelRope.of_model(build("llama")))) == sorted(passes)  # what a forecast counts
 
 
 @torch.inference_mode()

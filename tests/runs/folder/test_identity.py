@@ -20,6 +20,7 @@ from rope_ext_hf.eval.measurement_options import Passkey
 from rope_ext_hf.eval.spans.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.static import NTK, Linear, Yarn
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.reading.spans import prepare
 from rope_ext_hf.reading.text.documents import Document, Tokens
@@ -27,7 +28,7 @@ from rope_ext_hf.runs import recorded_run
 from rope_ext_hf.runs.conclusions.labels import label
 from rope_ext_hf.runs.folder import identity
 from rope_ext_hf.runs.folder.folder import identifying, read_run
-from rope_ext_hf.runs.folder.identity import find_base_rotary, model_key
+from rope_ext_hf.runs.folder.identity import find_basis, model_key
 from rope_ext_hf.runs.folder.report import write_files
 from rope_ext_hf.runs.measurement import Listener, RunPlan
 from rope_ext_hf.runs.runner import carry_out
@@ -46,14 +47,14 @@ def key_as_it_is(model: Any) -> str:
     """The key under which `perplexity` and `passkey` measure a model, its patch left aside: a record says which."""
     patches = active_patches(model)
     methods = [patches[-1].method if patches else None]
-    return json.dumps(model_key(model, methods, find_base_rotary(model, methods, "own", None), "own"), sort_keys=True)
+    return json.dumps(model_key(model, methods, find_basis(ModelRope.of_model(model), methods), "own"), sort_keys=True)
 
 
 def key_of_methods(model: Any, over: str = "own", context_length: int | None = None) -> str:
     """The key of `ppl MODEL --method yarn`."""
     methods = [None, Yarn(factor=2.0)]
-    base_rotary = find_base_rotary(model, methods, over, context_length)
-    return json.dumps(model_key(model, methods, base_rotary, over), sort_keys=True)
+    basis = find_basis(ModelRope.of_model(model).extending(over, context_length), methods)
+    return json.dumps(model_key(model, methods, basis, over), sort_keys=True)
 
 
 def test_every_argument_of_a_patch_counts() -> None:
@@ -95,7 +96,7 @@ def test_what_the_methods_of_a_run_are_applied_to_counts() -> None:
 def test_a_patch_made_before_or_by_the_run_is_the_same() -> None:
     methods = [None, Yarn(factor=2.0)]
     model = build("llama")
-    swept = json.dumps(model_key(model, methods, find_base_rotary(model, methods, "own", None), "own"), sort_keys=True)
+    swept = json.dumps(model_key(model, methods, find_basis(ModelRope.of_model(model), methods), "own"), sort_keys=True)
     assert key_as_it_is(model) == swept
     assert key_as_it_is(rope.patch(model, "yarn", factor=2.0)) == swept
 
