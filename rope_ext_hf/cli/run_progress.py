@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from rope_ext_hf.cli.planned_runs import pass_seconds, speed_for
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rope_ext_hf.patches.model_rope import ModelRope
     from rope_ext_hf.runs.measurement import Listener, RunPlan
     from rope_ext_hf.runs.workers import Workers
 
@@ -35,9 +35,9 @@ def shown_progress(workers: Workers | None = None) -> Listener:
     class ShownProgress(Listener):
         closing = ExitStack()
 
-        def planned(self, model: PreTrainedModel, plan: RunPlan[Any], passes: Sequence[int]) -> None:
+        def planned(self, model: PreTrainedModel, plan: RunPlan[Any], rope: ModelRope) -> None:
             self.bar = self.closing.enter_context(progress_bar("unpatched", show=first))
-            self.model, self.plan, self.passes = model, plan, passes
+            self.model, self.plan, self.passes = model, plan, plan.passes(rope)
             speed = speed_for(model, plan, model.device, model.dtype)
             self.work = cache(partial(pass_seconds, model, plan.measurement, speed))
             self.bar.left.total = self.work(*self.passes) / processes.count

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.runs.conclusions.labels import Method
 from rope_ext_hf.runs.measurement import Listener, Record, RunPlan
 
@@ -19,9 +20,9 @@ class Listeners(Listener):
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self._listeners = listeners
 
-    def planned(self, model: PreTrainedModel, plan: RunPlan[Any], passes: Sequence[int]) -> None:
+    def planned(self, model: PreTrainedModel, plan: RunPlan[Any], rope: ModelRope) -> None:
         for listener in self._listeners:
-            listener.planned(model, plan, passes)
+            listener.planned(model, plan, rope)
 
     def started(self, folder: Path, done: int, units: int) -> None:
         for listener in self._listeners:
@@ -61,10 +62,10 @@ class _Called(Listener):
 class _TqdmBar(Listener):
     """A progress bar of tqdm: a widget in a notebook, elsewhere a line on standard error."""
 
-    def planned(self, model: PreTrainedModel, plan: RunPlan[Any], passes: Sequence[int]) -> None:
+    def planned(self, model: PreTrainedModel, plan: RunPlan[Any], rope: ModelRope) -> None:
         from tqdm.auto import tqdm
 
-        self._bar = tqdm(total=sum(passes), unit=" tokens", unit_scale=True)
+        self._bar = tqdm(total=sum(plan.passes(rope)), unit=" tokens", unit_scale=True)
 
     def started(self, folder: Path, done: int, units: int) -> None:
         self._bar.n = self._bar.initial = round(self._bar.total * done / max(1, units))

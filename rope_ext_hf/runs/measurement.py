@@ -241,13 +241,13 @@ class Listener:
     order in which they stand here.
     """
 
-    def planned(self, model: PreTrainedModel, plan: RunPlan[Any], passes: Sequence[int]) -> None:
+    def planned(self, model: PreTrainedModel, plan: RunPlan[Any], rope: ModelRope) -> None:
         """Take note that the run begins; nothing has been read yet.
 
         Args:
             model: the model that is measured.
             plan: the plan of the run.
-            passes: for each pass of the run, with all of its methods, the number of tokens.
+            rope: the rope of the model, for `RunPlan.passes`.
         """
 
     def started(self, folder: Path, done: int, units: int) -> None:

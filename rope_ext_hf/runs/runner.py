@@ -65,7 +65,7 @@ def carry_out(
     """
     with closing(progress or Listener()) as listener, evaluating(model):
         methods = MeasuredMethods(model, plan)
-        listener.planned(model, plan, plan.passes(methods.rope))
+        listener.planned(model, plan, methods.rope)
         settings = _settings(plan, methods)
         if out is None:
             run = _in_memory(plan, methods, settings, listener)

@@ -21,7 +21,7 @@ def noted(model: Any, scorer: Any, capsys: pytest.CaptureFixture[str]) -> str:
     question = Perplexity(lengths=[32], max_spans=1, data="stdlib")
     plan = question.plan(model, tokenizer=load_tokenizer("reference"))
     progress = shown_progress()
-    progress.planned(model, plan, plan.passes(ModelRope.of_model(model)))
+    progress.planned(model, plan, ModelRope.of_model(model))
     try:
         progress.reading(scorer)
     finally:
