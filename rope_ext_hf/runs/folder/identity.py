@@ -12,7 +12,6 @@ so in doubt, a value belongs to it. Two things are left out on purpose:
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import platform
 import re
@@ -186,7 +185,7 @@ def code_digest(model: nn.Module, *measuring: str) -> str:
     for name in sorted({*(cls.__module__ for cls in classes), *measuring}):
         if _KNOWN_SOURCE.match(name):
             continue
-        path = inspect.getsourcefile(sys.modules[name]) if hasattr(sys.modules.get(name), "__file__") else None
+        path = getattr(sys.modules.get(name), "__file__", None)
         digest.update(name.encode())
         if path is not None and Path(path).is_file():
             digest.update(Path(path).read_bytes())
@@ -196,10 +195,9 @@ def code_digest(model: nn.Module, *measuring: str) -> str:
 @cache
 def _own_source() -> hashlib._Hash:
     """Return a SHA-256 of the code and tables in the folders of this package that compute."""
-    paths = []
-    for name in _COMPUTING:
-        paths += sorted(Path(str(files("rope_ext_hf"))).joinpath(name).rglob("*"))
-    return _files_digest(path for path in paths if path.name.endswith((".py", ".toml")))
+    package = Path(str(files("rope_ext_hf")))
+    paths = [path for name in _COMPUTING for path in sorted((package / name).rglob("*"))]
+    return _files_digest(path for path in paths if path.suffix in (".py", ".toml"))
 
 
 def _files_digest(paths: Iterable[Any]) -> hashlib._Hash:

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from itertools import repeat
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -48,51 +46,36 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 def model_digest(model: nn.Module) -> str:
     """Return the digest of a model, 64 hexadecimal digits; devices of the weights and patches do not change it."""
+    from accelerate.utils import align_module_device
+
     sha, tensor_digests = hashlib.sha256(), WeakTensorKeyDictionary()
     with torch.no_grad():
-        values: list[tuple[str, Any]] = [("config", config) for config in _configs(model)]
-        in_place: list[tuple[str, nn.Module]] = []  # modules whose parameters are on a device
-        for name, module in _modules(model):
-            offloaded = any(parameter.is_meta for parameter in module.parameters(recurse=False))
-            if offloaded:  # accelerate keeps the weights in main memory or on disk
-                from accelerate.utils import align_module_device
-
-                _add(sha, tensor_digests, [*values, *_values(in_place)])
-                with align_module_device(module):
-                    _add(sha, tensor_digests, _values([(name, module)]))
-                values, in_place = [], []
-            else:
-                in_place.append((name, module))
-        _add(sha, tensor_digests, [*values, *_values(in_place)])
+        _add(sha, tensor_digests, (("config", config) for config in _configs(model)))
+        for name, module in _modules("", model, set()):
+            with align_module_device(module):  # loads weights that accelerate keeps in main memory or on disk
+                _add(sha, tensor_digests, _values(name, module))
     return sha.hexdigest()
 
 
-def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return all modules with their names, parents first; for a module that a patch has replaced, the original one."""
-    modules: dict[int, tuple[str, nn.Module]] = {}
-    waiting = [("", model)]
-    while waiting:
-        name, module = waiting.pop()
-        if isinstance(module, PatchedRotaryEmbedding):
-            module = module.replaced
-        if id(module) not in modules:
-            modules[id(module)] = name, module
-            for attribute, child in reversed(list(module.named_children())):
-                waiting.append((f"{name}.{attribute}", child))
-    return list(modules.values())
+def _modules(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module once with its name, parents first; for a module that a patch has replaced, the original one."""
+    if isinstance(module, PatchedRotaryEmbedding):
+        module = module.replaced
+    if module not in seen:
+        seen.add(module)
+        yield name, module
+        for attribute, child in module.named_children():
+            yield from _modules(f"{name}.{attribute}", child, seen)
 
 
-def _values(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
-    """Return the classes, settings, parameters and buffers of modules by name, also buffers that are not saved."""
-    named: list[tuple[str, Any]] = []
-    for name, module in modules:
-        follows_the_input = re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))) is not None
-        named.append((f"module {name}", f"{type(module).__module__}.{type(module).__qualname__}"))
-        values = vars(module) | dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        for key in sorted(values.keys() - _OF_TORCH - _NOT_IN_MODULES):
-            if not (follows_the_input and _LEFT_BEHIND.fullmatch(key)):
-                named.append((key, values[key]))
-    return named
+def _values(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the class, settings, parameters and buffers of a module by name, also buffers that are not saved."""
+    yield f"module {name}", f"{type(module).__module__}.{type(module).__qualname__}"
+    follows_the_input = re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))) is not None
+    values = vars(module) | dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    for key in sorted(values.keys() - _OF_TORCH - _NOT_IN_MODULES):
+        if not (follows_the_input and _LEFT_BEHIND.fullmatch(key)):
+            yield key, values[key]
 
 
 def _configs(model: nn.Module) -> list[dict[str, Any]]:
@@ -142,48 +125,46 @@ def _configs(model: nn.Module) -> list[dict[str, Any]]:
     return distinct
 
 
-class _Bracket(str):
-    """A closing bracket, which marks in the sequence of digested values where a collection ends."""
-
-
-def _add(sha: hashlib._Hash, tensor_digests: WeakTensorKeyDictionary, values: Sequence[tuple[str, Any]]) -> None:
+def _add(sha: hashlib._Hash, tensor_digests: WeakTensorKeyDictionary, values: Iterable[tuple[str, Any]]) -> None:
     """Add named values to a digest.
-
-    Each value is added as its name and its text, and a tensor as its name and its digest. The values in a collection
-    are added between an opening and a closing mark with its name. Objects other than tensors, numbers, texts and
-    collections of these are passed over.
 
     Args:
         sha: the digest.
         tensor_digests: the digests of tensors that were read before, so that tied weights are read once.
         values: names and values.
     """
-    waiting = [*values][::-1]
-    while waiting:
-        name, value = waiting.pop()
-        match value:
-            case _Bracket():
-                text = str(value)
-            case Tensor():
-                if value not in tensor_digests:
-                    tensor_digests[value] = _digest_of_tensor(value, tensor_digests)
-                text = tensor_digests[value]
-            case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum():
-                text = repr(value)
-            case Mapping():
-                inner = sorted(zip(map(repr, value), value.values(), strict=True), key=itemgetter(0))
-                waiting += [(name, _Bracket("}")), *inner[::-1]]
-                text = "{"
-            case list() | tuple():
-                waiting += [(name, _Bracket("]")), *zip(repeat(""), value[::-1])]
-                text = "["
-            case set() | frozenset():
-                text = repr(sorted(map(repr, value)))
-            case _:
-                continue
-        for part in (name, text):
-            data = part.encode("utf-8", "surrogatepass")
-            sha.update(f"{len(data)}:".encode() + data)
+    for name, value in values:
+        for pair in _texts(name, value, tensor_digests):
+            for part in pair:
+                data = part.encode("utf-8", "surrogatepass")
+                sha.update(f"{len(data)}:".encode() + data)
+
+
+def _texts(name: str, value: Any, tensor_digests: WeakTensorKeyDictionary) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of a value, and the digest of a tensor.
+
+    The values in a collection come between an opening and a closing bracket with its name. Objects other than tensors,
+    numbers, texts and collections of these are passed over.
+    """
+    match value:
+        case Tensor():
+            if value not in tensor_digests:
+                tensor_digests[value] = _digest_of_tensor(value, tensor_digests)
+            yield name, tensor_digests[value]
+        case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum():
+            yield name, repr(value)
+        case Mapping():
+            yield name, "{"
+            for key in sorted(value, key=repr):
+                yield from _texts(repr(key), value[key], tensor_digests)
+            yield name, "}"
+        case list() | tuple():
+            yield name, "["
+            for item in value:
+                yield from _texts("", item, tensor_digests)
+            yield name, "]"
+        case set() | frozenset():
+            yield name, repr(sorted(map(repr, value)))
 
 
 def _digest_of_tensor(tensor: Tensor, tensor_digests: WeakTensorKeyDictionary) -> str:
@@ -192,12 +173,12 @@ def _digest_of_tensor(tensor: Tensor, tensor_digests: WeakTensorKeyDictionary) -
     _add(sha, tensor_digests, [("shape", [str(tensor.dtype), *tensor.shape])])
     if "quant_state" in vars(tensor):  # scales and more of a parameter that bitsandbytes quantised
         _add(sha, tensor_digests, [("quant_state", vars(tensor.quant_state))])  # type: ignore[attr-defined]
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "__tensor_flatten__"):
+    if hasattr(tensor, "__tensor_flatten__"):  # a tensor made of others, as torchao quantises
         names, context = tensor.__tensor_flatten__()
         _add(sha, tensor_digests, [("context", context), *((name, getattr(tensor, name)) for name in names)])
     elif tensor.numel() and tensor.device.type != "meta":
         dense = tensor.detach()
-        if dense.is_quantized:
+        if dense.is_quantized:  # PyTorch crashes when such a tensor is viewed as bytes
             dense = dense.dequantize()
         if dense.layout is not torch.strided:
             dense = dense.to_dense()

@@ -7,6 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -222,6 +223,17 @@ def test_the_code_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         assert changed != plain, name
         plain = changed
     identity._own_source.cache_clear()
+
+
+def test_compiled_code_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A plug-in may be an extension module, which has no source file."""
+    plug_in, model, digests = ModuleType("compiled_plug_in"), build("llama"), []
+    plug_in.__file__ = str(tmp_path / "compiled_plug_in.so")
+    monkeypatch.setitem(sys.modules, plug_in.__name__, plug_in)
+    for content in (b"one", b"two", b"one"):
+        Path(plug_in.__file__).write_bytes(content)
+        digests.append(identity.code_digest(model, plug_in.__name__))
+    assert digests[0] == digests[2] != digests[1]
 
 
 def test_a_model_without_a_file_of_its_class_has_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,6 +224,19 @@ def test_offloaded_weights_are_read_where_they_are() -> None:
     assert {parameter.device.type for parameter in offloaded.parameters()} == {"meta"}
 
 
+def test_an_offloaded_buffer_counts_in_a_module_without_parameters() -> None:
+    """As the learned multiplier of a rotary embedding is, with `offload_buffers=True`."""
+
+    def with_buffer(value: float) -> Any:
+        model = build("llama")
+        model.model.rotary_emb.register_buffer("scale", torch.tensor([value]))
+        return model
+
+    one, two = (cpu_offload(with_buffer(value), torch.device("cpu"), offload_buffers=True) for value in (1.0, 2.0))
+    assert one.model.rotary_emb.scale.is_meta
+    assert model_digest(one) == model_digest(with_buffer(1.0)) != model_digest(two)
+
+
 def test_scales_that_a_quantised_parameter_carries_count() -> None:
     """As bitsandbytes does: the codes are the parameter, what they stand for hangs on it."""
 
