@@ -181,32 +181,21 @@ class _Name:
         source = match[1]
         of_data_set = ("config", "split") if source.startswith(_HUB) or Path(source).is_dir() else ()
         allowed = ("column", "join", "max_documents", *of_data_set)
-        options: dict[str, str] = {}
+        options: dict[str, Any] = {}
         for part in match[2].split("&"):
             option, _, value = part.partition("=")
             if option not in allowed:
                 known = f"Known: {', '.join(allowed)}"
                 raise CorpusError(f"{text!r}: unknown option {option!r}.{did_you_mean(option, allowed)} {known}")
+            example = f"as in {option}={_EXAMPLES[option]}"
             if option in options or not value:
-                example = f"{option}={_EXAMPLES[option]}"
-                raise CorpusError(f"{text!r}: the option {option!r} takes one value, as in {example}")
+                raise CorpusError(f"{text!r}: the option {option!r} takes one value, {example}")
             options[option] = unquote(value)
-        numbers: dict[str, int] = {}
-        for option in ("join", "max_documents"):
-            if option in options:
-                value = options.pop(option)
-                if not value.isdecimal():
-                    example = f"{option}={_EXAMPLES[option]}"
-                    raise CorpusError(f"{text!r}: {option} takes a whole number, as in {example}")
-                numbers[option] = int(value)
-        return cls(
-            source,
-            column=options.get("column"),
-            join=numbers.get("join"),
-            max_documents=numbers.get("max_documents"),
-            config=options.get("config"),
-            split=options.get("split"),
-        )
+            if option in ("join", "max_documents"):
+                if not options[option].isdecimal():
+                    raise CorpusError(f"{text!r}: {option} takes a whole number, {example}")
+                options[option] = int(options[option])
+        return cls(source, **options)
 
 
 _EXAMPLES = {"column": "text", "join": "100000", "max_documents": "20", "config": "en", "split": "test"}
