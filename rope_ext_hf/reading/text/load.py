@@ -24,6 +24,7 @@ from rope_ext_hf.models.temporary import set_to
 from rope_ext_hf.reading.text.documents import Corpus, Document, Documents, Tokens, corpus_name, read_rows, utf8_bytes
 from rope_ext_hf.reading.text.in_memory import documents_in
 from rope_ext_hf.reading.text.text_files import NAME_HELP, find_files, optional_package, read_files, reason
+from rope_ext_hf.reading.text.text_folders import default_split
 
 __all__ = ["check_name", "load", "stdlib_held_out"]
 
@@ -308,19 +309,10 @@ def _read_hub_dataset(name: str, *, config: str | None, split: str | None, colum
                 trust_remote_code=False,  # even if an environment variable allows it
             )
             if isinstance(rows, dict):
-                rows = _default_split(rows, name)
+                rows = rows[default_split(rows, f"hf:{name}")]
             for place, content in read_rows(enumerate(rows, 1), f"hf:{name}", column):
                 yield Document.from_content(name + place, content)
     except CorpusError:
         raise
     except Exception as error:  # of any kind: not found, not reachable, no such configuration, a damaged remote file
         raise CorpusError(f"the Hub dataset {name!r} cannot be read: {reason(error)}") from error
-
-
-def _default_split(splits: dict[str, Any], name: str) -> Any:
-    """Return the split named "test" of a data set, or its only split; `name` is for the error message."""
-    if "test" in splits:
-        return splits["test"]
-    if len(splits) != 1:
-        raise CorpusError(f"hf:{name} has no split 'test'; choose one with ?split=NAME: {', '.join(splits)}")
-    return next(iter(splits.values()))
