@@ -24,6 +24,7 @@ from rope_ext_hf.models.temporary import set_to
 from rope_ext_hf.reading.text.documents import Corpus, Document, Documents, Tokens, corpus_name, read_rows, utf8_bytes
 from rope_ext_hf.reading.text.in_memory import documents_in
 from rope_ext_hf.reading.text.text_files import NAME_HELP, find_files, optional_package, read_files, reason
+from rope_ext_hf.reading.text.text_folders import default_split
 
 __all__ = ["check_name", "load", "stdlib_held_out"]
 
@@ -181,32 +182,21 @@ class _Name:
         source = match[1]
         of_data_set = ("config", "split") if source.startswith(_HUB) or Path(source).is_dir() else ()
         allowed = ("column", "join", "max_documents", *of_data_set)
-        options: dict[str, str] = {}
+        options: dict[str, Any] = {}
         for part in match[2].split("&"):
             option, _, value = part.partition("=")
             if option not in allowed:
                 known = f"Known: {', '.join(allowed)}"
                 raise CorpusError(f"{text!r}: unknown option {option!r}.{did_you_mean(option, allowed)} {known}")
+            example = f"as in {option}={_EXAMPLES[option]}"
             if option in options or not value:
-                example = f"{option}={_EXAMPLES[option]}"
-                raise CorpusError(f"{text!r}: the option {option!r} takes one value, as in {example}")
+                raise CorpusError(f"{text!r}: the option {option!r} takes one value, {example}")
             options[option] = unquote(value)
-        numbers: dict[str, int] = {}
-        for option in ("join", "max_documents"):
-            if option in options:
-                value = options.pop(option)
-                if not value.isdecimal():
-                    example = f"{option}={_EXAMPLES[option]}"
-                    raise CorpusError(f"{text!r}: {option} takes a whole number, as in {example}")
-                numbers[option] = int(value)
-        return cls(
-            source,
-            column=options.get("column"),
-            join=numbers.get("join"),
-            max_documents=numbers.get("max_documents"),
-            config=options.get("config"),
-            split=options.get("split"),
-        )
+            if option in ("join", "max_documents"):
+                if not options[option].isdecimal():
+                    raise CorpusError(f"{text!r}: {option} takes a whole number, {example}")
+                options[option] = int(options[option])
+        return cls(source, **options)
 
 
 _EXAMPLES = {"column": "text", "join": "100000", "max_documents": "20", "config": "en", "split": "test"}
@@ -319,19 +309,10 @@ def _read_hub_dataset(name: str, *, config: str | None, split: str | None, colum
                 trust_remote_code=False,  # even if an environment variable allows it
             )
             if isinstance(rows, dict):
-                rows = _default_split(rows, name)
+                rows = rows[default_split(rows, f"hf:{name}")]
             for place, content in read_rows(enumerate(rows, 1), f"hf:{name}", column):
                 yield Document.from_content(name + place, content)
     except CorpusError:
         raise
     except Exception as error:  # of any kind: not found, not reachable, no such configuration, a damaged remote file
         raise CorpusError(f"the Hub dataset {name!r} cannot be read: {reason(error)}") from error
-
-
-def _default_split(splits: dict[str, Any], name: str) -> Any:
-    """Return the split named "test" of a data set, or its only split; `name` is for the error message."""
-    if "test" in splits:
-        return splits["test"]
-    if len(splits) != 1:
-        raise CorpusError(f"hf:{name} has no split 'test'; choose one with ?split=NAME: {', '.join(splits)}")
-    return next(iter(splits.values()))

@@ -243,7 +243,7 @@ def _read_json_list(stream: BinaryIO, where: str, column: str | None) -> Iterato
 
 def _read_csv(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, _Content]]:
     with io.TextIOWrapper(stream, **_TEXT_MODE) as lines:
-        rows = csv_rows(lines, where)
+        rows = csv_rows(lines, where, tabs=_suffix(Path(where)) == ".tsv")
         first = next(rows, None)
         if first is None:
             return

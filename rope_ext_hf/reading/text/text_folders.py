@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,7 +164,7 @@ def _data_files(
         known = f"{did_you_mean(split, splits)} Its splits: {', '.join(splits)}" if splits else ""
         raise CorpusError(f"the folder {str(folder)!r} has no split {split!r}.{known}")
     if configs or split is not None or len(splits) > 1:
-        chosen = split or _default_split(folder, splits)
+        chosen = split or default_split(splits, f"the folder {str(folder)!r}")
         if not splits[chosen]:
             raise CorpusError(
                 f"the files of the split {chosen!r} in {str(folder)!r} are missing, or of a kind that is not read"
@@ -267,14 +267,12 @@ def _split_in(name: str, *, strictly: bool) -> str | None:
     return None
 
 
-def _default_split(folder: Path, splits: Mapping[str, Sequence[Path]]) -> str:
-    """Return "test" if a data set has this split, else its only split."""
+def default_split(splits: Collection[str], where: str) -> str:
+    """Return "test" if a data set has this split, else its only split; `where` names the data set in the message."""
     if "test" in splits:
         return "test"
     if len(splits) != 1:
-        raise CorpusError(
-            f"the folder {str(folder)!r} has no split 'test'; choose one with ?split=NAME: {', '.join(splits)}"
-        )
+        raise CorpusError(f"{where} has no split 'test'; choose one with ?split=NAME: {', '.join(splits)}")
     return next(iter(splits))
 
 

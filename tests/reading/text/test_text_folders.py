@@ -299,6 +299,13 @@ def test_a_table_of_separated_values_is_its_text_column(
         load(f"{file}?column=titel")
 
 
+@pytest.mark.parametrize("name", ["a.tsv", "A.TSV", "a.tsv.gz"])
+def test_tabs_separate_the_columns_of_tsv_even_if_the_header_has_commas(tmp_path: Path, name: str) -> None:
+    content = b"title, year\ttext\nx, 1984\ta, b\n"
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert texts(tmp_path / name) == ["a, b"]
+
+
 def test_rows_are_those_of_pandas(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"n": range(3), "body": ROWS})
