@@ -49,11 +49,10 @@ class _Meeting:
         self.rank, self.count = rank, count
         self._others = [other for other in range(count) if other != rank]
         self._rounds = 0  # of `exchange`
-        self._fault: str | None = None  # the message about another process that has ended
+        self.fault: str | None = None  # the message about another process that has ended
         self._fault_known, self._left = threading.Event(), threading.Event()
         try:
-            # Two connections, because one that waits does not answer another thread.
-            self._store, self._watched = _connect(), _connect()
+            self._store = _connect()
         except RuntimeError as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise MethodError(
@@ -89,11 +88,6 @@ class _Meeting:
                     "with the same command, text and model"
                 )
 
-    def check(self) -> None:
-        """Raise RopeExtError if another process has ended; the message says which one, and why."""
-        if self._fault is not None:
-            raise RopeExtError(self._fault)
-
     def fault_behind(self, error: BaseException) -> str | None:
         """Return the message about another process that has ended, if that may be the cause of `error`; else None.
 
@@ -105,7 +99,7 @@ class _Meeting:
         if any(isinstance(cause, distributed.DistError) or "gloo" in str(cause) for cause in causes):
             # A closed connection is noticed at once, the end of the process that closed it only later.
             self._fault_known.wait(SILENCE + 2 * BEAT)
-        return self._fault
+        return self.fault
 
     def leave(self, reason: str | None) -> None:
         """Tell the other processes that they need not wait for this one any more.
@@ -117,13 +111,13 @@ class _Meeting:
         self._left.set()
         self._thread.join()
         with suppress(RuntimeError):
-            if reason is not None and self._fault is None:
+            if reason is not None and self.fault is None:
                 text = f"process {self.rank} of {self.count} ended: {reason}"
                 self._store.compare_set("failed", "", f"{text.removesuffix('.')}; {_CONTINUE}")
             self._store.set(f"alive/{self.rank}", _LEFT)
             deadline = time.monotonic() + GRACE + 3 * BEAT
             while self.rank == 0 and time.monotonic() < deadline:  # the store may end with this process
-                if all(self._last_sign(self._store, other) == _LEFT for other in self._others):
+                if all(self._last_sign(other) == _LEFT for other in self._others):
                     return
                 time.sleep(0.1)
 
@@ -134,18 +128,17 @@ class _Meeting:
     def _wait_for(self, key: str) -> bytes:
         """Wait until the shared store has the key, and return its value; raise RopeExtError if a process ends first."""
         while True:
-            fault = self._fault  # read before the store, because a value counts that a process wrote before it failed
+            fault = self.fault  # read before the store, because a value counts that a process wrote before it failed
             if self._store.check([key]):
                 return bytes(self._store.get(key))
             if fault is not None:
                 raise RopeExtError(fault)
             self._fault_known.wait(0.1)
 
-    @staticmethod
-    def _last_sign(store: Any, rank: int) -> bytes:
+    def _last_sign(self, rank: int) -> bytes:
         """Return the last sign of life from a process: `_LEFT` after it has left, empty before its first sign."""
         key = f"alive/{rank}"
-        return bytes(store.get(key)) if store.check([key]) else b""
+        return bytes(self._store.get(key)) if self._store.check([key]) else b""
 
     def _watch(self) -> None:
         """Write signs of life and read those of the others, until this process leaves or another one has ended.
@@ -159,18 +152,18 @@ class _Meeting:
                 return
             beat += 1
             try:
-                self._watched.set(f"alive/{self.rank}", str(beat))
+                self._store.set(f"alive/{self.rank}", str(beat))
                 fault = self._ended(seen)
             except RuntimeError:
                 if seen.get(0, (b"",))[0] == _LEFT:  # process 0 ended after it had finished, and the store with it
                     return
                 fault = f"process 0 of {self.count}, which connects the others, has ended; {_CONTINUE}"
-        self._fault = fault
+        self.fault = fault
         self._fault_known.set()
         if not self._left.wait(GRACE):
             print(f"rope-ext: {printable(fault)}", file=sys.stderr, flush=True)
             with suppress(RuntimeError):
-                self._watched.set(f"alive/{self.rank}", _LEFT)
+                self._store.set(f"alive/{self.rank}", _LEFT)
             os._exit(2)
 
     def _ended(self, seen: dict[int, tuple[bytes, float]]) -> str | None:
@@ -180,11 +173,11 @@ class _Meeting:
             seen: for each process, its last sign of life and the time at which this process first read it; updated
                 here.
         """
-        if self._watched.check(["failed"]):
-            return bytes(self._watched.get("failed")).decode()
+        if self._store.check(["failed"]):
+            return bytes(self._store.get("failed")).decode()
         now = time.monotonic()
         for other, (last, since) in seen.items():
-            sign = self._last_sign(self._watched, other)
+            sign = self._last_sign(other)
             if sign != last:
                 seen[other] = sign, now
             elif sign != _LEFT and now - since > SILENCE:
@@ -302,9 +295,9 @@ class Workers:
             self.meeting.exchange(values or {})
 
     def check(self) -> None:
-        """Raise RopeExtError if another process has ended."""
-        if self.meeting is not None:
-            self.meeting.check()
+        """Raise RopeExtError if another process has ended; the message says which one, and why."""
+        if self.meeting is not None and self.meeting.fault is not None:
+            raise RopeExtError(self.meeting.fault)
 
     def share(self, items: int) -> range:
         """Return the indices of the items that this process measures; `items` is the number of all items."""
