@@ -27,6 +27,7 @@ from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition
 from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.key_rotation import KeyRotation
+from rope_ext_hf.rotary.tiled_rotation import TILE_TOKENS, TiledRotation
 from rope_ext_hf.rotary.triton_rotation import can_fuse
 
 __all__ = ["attend", "query_key_product"]
@@ -119,8 +120,10 @@ class _Attention:
         # Kernels hide keys by causality alone.
         if left_padding is None or not self.modifiers.plain:
             return self._eager(needs_grad, query, key, value)
-        usable, windows = usable_kernel(query, value)
         padded_alike = len(set(left_padding)) == 1
+        if not needs_grad and self._rotates_in_tiles(query):
+            return self._eager(needs_grad, query, key, value)
+        usable, windows = usable_kernel(query, value)
         if not usable or (not padded_alike and query.shape[-2] < _MIN_FUSED_QUERIES):
             return self._eager(needs_grad, query, key, value)
         if needs_grad and torch.compiler.is_exporting():  # an exported program holds the computation itself
@@ -174,6 +177,27 @@ class _Attention:
             return key
         rotation = self._rotation_from_stored("far keys", lambda at: [self.rule.key_position(at)], n, name)
         return self._rotate(rotation, key)
+
+    def _rotates_in_tiles(self, query: Tensor) -> bool:
+        """Return whether the far keys are rotated as they are read: for one token on a CPU, see `TiledRotation`."""
+        moves = self.rule.depends_on_total_length and self.rule.key_period is not None and self.rotation is not None
+        # Rows padded alike have the same positions, so that one rotation serves them.
+        if not moves or len(set(self.positions.left_padding or ())) != 1 or torch.compiler.is_exporting():
+            return False
+        return query.shape[-2] == 1 and query.device.type == "cpu"
+
+    def _far_keys_in_tiles(self, first: int, count: int) -> TiledRotation:
+        """Return the rotation of `count` keys from position `first` on to where all zones but the nearest see them."""
+        assert self.rotation is not None
+        assert self.rule.key_period is not None
+        table, rule, period = self.rotation.table, self.rule, self.rule.key_period
+        start, tile = first - first % period, -(-TILE_TOKENS // period) * period
+
+        def rotation(at: Tensor) -> KeyRotation:
+            return table.between(rule.stored_position(at), rule.key_position(at), self.device)
+
+        of_tiles = rotation(torch.arange(start, first + count, tile, device=self.device)[None])
+        return TiledRotation(of_tiles, rotation(torch.arange(tile, device=self.device)[None]), first - start)
 
     def _rotation_from_stored(
         self,
@@ -478,10 +502,13 @@ class _Attention:
             rotated = self._rotate(self._rotation_to_own(lambda: m, m_name), query)
             return self.modifiers.product(rotated, local_keys, m, n[:, begin:end], self.scale)
 
-        far_key = self._far_keys(key, lambda: n, (offset, offset + keys))
+        in_tiles = first_query is not None and not query.requires_grad and self._rotates_in_tiles(query)
+        far_key = key if in_tiles else self._far_keys(key, lambda: n, (offset, offset + keys))
 
         def scores_in(zone: int, start: int, stop: int) -> Tensor:
             rotated = self._rotate(self._rotation_to_zones((zone,), lambda: m, m_name), query)
+            if in_tiles:
+                return self._scores_in_tiles(zone, rotated, key[:, :, start:stop], offset + start)
             keys_of_zone = far_key[:, :, start:stop] if zone else local_keys[:, :, start - begin : stop - begin]
             return query_key_product(rotated, keys_of_zone, self.scale)
 
@@ -499,6 +526,27 @@ class _Attention:
                     scores = torch.where(zones == zone, scores_in(zone, start, stop), scores)
             pieces.append(scores)
         return torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
+
+    def _scores_in_tiles(self, zone: int, query: Tensor, key: Tensor, first: int) -> Tensor:
+        """Return the scores of one query per row in a zone, (rows, heads, 1, keys) float32.
+
+        Args:
+            zone: the number of the zone.
+            query: (rows, heads, 1, head_dim), rotated to its position in the zone.
+            key: (rows, kv_heads, keys, head_dim), as the keys are stored.
+            first: the index of the first of these keys among all keys of the forward.
+        """
+        rows, heads, _, dim = query.shape
+        if not zone:
+            return query_key_product(query.float(), key.float(), self.scale)
+        assert self.rotation is not None
+        positions, count = self.positions, int(key.shape[-2])
+        entry = (self.rule, self.rotation.table, first, count)
+        if entry not in positions.tiled:
+            assert positions.left_padding is not None
+            positions.tiled[entry] = self._far_keys_in_tiles(first - positions.left_padding[0], count)
+        folded = query.reshape(rows, key.shape[1], -1, dim)
+        return positions.tiled[entry].scores(folded, key, self.rotation.layout, self.scale).reshape(rows, heads, 1, -1)
 
     def _mask_scores(
         self, scores: Tensor, m: Tensor, n: Tensor, block: slice, keys: slice, tokens: int, count: int

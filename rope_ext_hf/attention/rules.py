@@ -15,6 +15,7 @@ from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition, Remap
 from rope_ext_hf.rotary.exported import CosSin, is_exporting, rotation_at, rotation_by
 from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.phase import fixed_point_number, phase_to_radians
+from rope_ext_hf.rotary.tiled_rotation import TiledRotation
 
 __all__ = ["LocalAttention", "ScoreModifiers", "TokenPositions"]
 
@@ -121,6 +122,8 @@ class TokenPositions:
     """The number of tokens of each row without padding; None: not known without a wait for the device."""
     rotations: dict[Hashable, KeyRotation | None] = field(default_factory=dict)
     """Rotations that one layer has computed for the next ones."""
+    tiled: dict[Hashable, TiledRotation] = field(default_factory=dict)
+    """The same for rotations tile by tile."""
     query_scales: dict[Hashable, Tensor | None] = field(default_factory=dict)
     """Temperatures that one layer has computed for the next ones."""
 
@@ -178,6 +181,7 @@ class TokenPositions:
     def forget(self) -> None:
         """Free the rotations and temperatures that one layer has computed for the next ones."""
         self.rotations.clear()
+        self.tiled.clear()
         self.query_scales.clear()
 
     def of_rows(self, rows: tuple[int, ...]) -> TokenPositions:

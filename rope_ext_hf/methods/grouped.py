@@ -99,6 +99,10 @@ class _Grouped(WindowedRemapping):
     def key_position(self, n: Tensor) -> RemappedPosition:
         return RemappedPosition(n // self.size)
 
+    @property
+    def key_period(self) -> int:
+        return self.size
+
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
         # The floors of query and key are taken separately, so that a cached key has one place for all queries. Relative
         # positions are then off by one for some pairs, as in the papers.

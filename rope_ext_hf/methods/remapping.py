@@ -89,6 +89,14 @@ class AttentionRule:
         """Return the positions that keys at `n` are rotated to for every zone except the nearest one."""
         return RemappedPosition(n)
 
+    @property
+    def key_period(self) -> int | None:
+        """The number of tokens G with which positions of keys repeat: key_position(n + G) = key_position(n) + a step.
+
+        The step is key_position(G), for every n. None: there is no such number.
+        """
+        return None
+
     def stored_position(self, n: Tensor) -> RemappedPosition:
         """Return the positions that keys at `n` are rotated to in the cache, the same for rows of every length.
 

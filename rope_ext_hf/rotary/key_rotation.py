@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_ext_hf.rotary.embedding import RotaryEmbedding
-from rope_ext_hf.rotary.phase import angles
 from rope_ext_hf.rotary.triton_rotation import can_fuse, rotate_fused
 
 _MAX_LAUNCH_BOUND = 2**20
@@ -52,38 +50,6 @@ class KeyRotation:
     member_factors: dict[tuple[bool, bool], tuple[Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-
-    @classmethod
-    def read_and_store(
-        cls, table: RotaryEmbedding, stored: Tensor, present: Tensor, positions: Tensor, new: int, scaled: bool = True
-    ) -> tuple[KeyRotation, KeyRotation]:
-        """Return the rotation with which all keys are read, and the one with which the new keys are stored.
-
-        The first turns keys from the frequencies at the lengths `stored` to those at the lengths `present`. The second
-        is its inverse for the new keys, which the model has rotated with the frequencies at `present`.
-
-        Args:
-            table: the rotary module whose frequencies are meant.
-            stored, present: (rows or 1,) integers, lengths in tokens.
-            positions: (rows or 1, tokens) integers, the position of every key, the new ones last.
-            new: the number of new keys.
-            scaled: whether keys carry the attention factor.
-        """
-        rows = max(stored.shape[0], present.shape[0])
-        # Both lengths in one call, which halves the launches.
-        lengths = torch.stack((stored.expand(rows), present.expand(rows)), dim=-1)
-        phase, factor = table.phase_per_position(lengths)
-        # The difference is taken in fixed point, because p (g - f) grows with the position, and float32 numbers around
-        # 2^20 are an eighth of a radian apart. The overflow of int64 drops whole cycles. (rows, 1, tokens, pairs).
-        angle = angles(positions, phase[:, 1:] - phase[:, :1])[:, None]
-        cos, sin = angle.cos(), angle.sin()
-        # The inverse of a rotation has the opposite angle. The ratio of the attention factors is not part of the
-        # rotation, and is divided out separately.
-        back = cls(cos, sin).last(new)
-        if not scaled or not isinstance(factor, Tensor):
-            return cls(cos, sin), cls(back.cos, -back.sin)
-        ratio = (factor[:, 1:] / factor[:, :1])[:, None]
-        return cls(cos * ratio, sin * ratio), cls(back.cos / ratio, -back.sin / ratio)
 
     def last(self, count: int) -> KeyRotation:
         """Return the rotation for the last `count` tokens.

@@ -2,8 +2,8 @@
 
 Where frequencies change in steps, the keys of a row that passes a step are rotated in place, once
 (`rotate_cached_keys_`). Where they change with every token, the keys stay as they were stored: the layer returns a
-rotated copy, and new keys are rotated back before they are stored (`rotate_keys_on_read`). So rounding never
-accumulates, however long the decoding goes on.
+rotated copy, or attention rotates them as it reads them (`StoredKeys`), and new keys are rotated back before they are
+stored (`rotate_keys_on_read`). So rounding never accumulates, however long the decoding goes on.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
+from rope_ext_hf.rotary.reading_rotation import ReadingRotation
+from rope_ext_hf.rotary.stored_keys import StoredKeys
 from rope_ext_hf.rotary.triton_rotation import can_fuse
 
 _ROTATE_CHUNK_TOKENS = 512  # tokens that are rotated in place at a time, so that float32 copies of the keys stay small
@@ -48,20 +50,25 @@ def rotate_cached_keys_(layers: Layers, rotation: KeyRotation) -> None:
 
 
 @contextmanager
-def rotate_keys_on_read(layers: Layers, before_storing: KeyRotation, after_reading: KeyRotation) -> Iterator[None]:
+def rotate_keys_on_read(layers: Layers, reading: ReadingRotation, new: int, *, in_attention: bool) -> Iterator[None]:
     """Rotate keys inside the with block: new keys before these layers store them, and all keys when they are read.
 
     Args:
         layers: the `update` method of each is replaced inside the block.
-        before_storing: the rotation of the new keys.
-        after_reading: the rotation of all keys.
+        reading: the rotation of all keys.
+        new: the number of new keys.
+        in_attention: whether attention is to rotate the keys that it reads, see `StoredKeys`; else `update` does.
     """
     from transformers.cache_utils import DynamicLayer
+
+    if not in_attention:
+        reading.of_all(reading.positions.device)  # the rotation of new keys is a part of it
+    before_storing = reading.inverse_of_last(new)
 
     @cache
     def new_keys_stored(device: torch.device) -> KeyRotation:
         """Return one rotation for all keys: new keys as before they are stored, all others as after they are read."""
-        return after_reading.ending_with(before_storing).to(device)
+        return reading.of_all(device).ending_with(before_storing.to(device))
 
     def rotating_update(layer: Any, layout: KeyLayout) -> Callable[..., tuple[Tensor, Tensor]]:
         """Return a replacement for the `update` method of a layer, which rotates keys before and after."""
@@ -73,19 +80,22 @@ def rotate_keys_on_read(layers: Layers, before_storing: KeyRotation, after_readi
             key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
             states = [key_states, value_states]
-            new, device = states[rotated], key_states.device
+            new_keys, device = states[rotated], key_states.device
             stored = layer.values if layout.in_values else layer.keys
-            if returns_stored and can_fuse(new) and can_fuse(stored):
+            if returns_stored and can_fuse(new_keys) and can_fuse(stored):
                 # One launch instead of two: the new keys, stored unrotated, are rotated in the cache and returned as
                 # they came, while all others are returned rotated.
                 result = list(update(*states, *args, **kwargs))
                 rotation = new_keys_stored(device).last(result[rotated].shape[-2])
-                result[rotated] = rotation.apply_fused(result[rotated], layout, in_place=new.shape[-2])
+                result[rotated] = rotation.apply_fused(result[rotated], layout, in_place=new_keys.shape[-2])
+                return result[0], result[1]
+            states[rotated] = before_storing.to(device).apply(new_keys, layout)
+            result = list(update(*states, *args, **kwargs))
+            if in_attention and not layout.in_values and device.type == "cpu":
+                result[rotated] = StoredKeys(result[rotated], reading, layout)
             else:
-                states[rotated] = before_storing.to(device).apply(new, layout)
-                result = list(update(*states, *args, **kwargs))
-                reading = after_reading.to(device).last(result[rotated].shape[-2])
-                result[rotated] = reading.apply(result[rotated], layout)
+                rotation = reading.of_all(device).last(result[rotated].shape[-2])
+                result[rotated] = rotation.apply(result[rotated], layout)
             return result[0], result[1]
 
         return graph_break(update_with_rotations)  # not compiled: the wrapper lives for a single forward

@@ -22,7 +22,8 @@ from rope_ext_hf.patches.forward.key_layout_probe import CacheCannotFollowError,
 from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding
 from rope_ext_hf.rotary.cache_memory import CachedRows, CacheMemory, KeyOrigin, follow_rows, packed_error, recall
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
-from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
+from rope_ext_hf.rotary.key_rotation import KeyLayout
+from rope_ext_hf.rotary.reading_rotation import ReadingRotation
 from rope_ext_hf.rotary.rotating_cache import Layers, rotate_cached_keys_, rotate_keys_on_read
 from rope_ext_hf.rotary.row_lengths import several_inputs
 
@@ -90,7 +91,7 @@ class CachedKeys:
             if bool(packed):
                 raise packed_error()
             call.cached_rows = replace(call.cached_rows, one_input_each=True)
-        call.undo = _rotate_on_read(now, layers, positions.shape[1])
+        call.undo = _rotate_on_read(now, layers, positions.shape[1], in_attention=_attention_can_rotate(call, now))
 
 
 @dataclass(frozen=True)
@@ -168,15 +169,31 @@ def _rotate_in_place(
     if ends != [table.method.constant_until(table.rotary, length) for length in stored_lengths]:
         memory.rows = None  # so that a cache which an error leaves half rotated is refused from then on
         for scaled, group in _by_attention_factor(layers):
-            rotation, _ = KeyRotation.read_and_store(
-                table, stored.lengths, continued.lengths, continued.past_positions, 0, scaled
-            )
-            rotate_cached_keys_(group, rotation)
+            reading = ReadingRotation(table, stored.lengths, continued.lengths, continued.past_positions, scaled)
+            rotate_cached_keys_(group, reading.of_all(continued.past_positions.device))
         memory.rows = CachedRows(continued.lengths, continued.past_positions, stored.valid_up_to, one_input_each=True)
     return min(end - length for end, length in zip(ends, lengths, strict=True))
 
 
-def _rotate_on_read(continued: _Continued, layers: Layers, new: int) -> ExitStack:
+def _attention_can_rotate(call: ForwardCall, continued: _Continued) -> bool:
+    """Return whether attention can rotate the keys as it reads them: one new token, and positions without a gap.
+
+    It does so on a CPU; on other devices one kernel rotates all keys.
+    """
+    positions, last = continued.positions, continued.positions[:, -1:]
+    plain = not (torch.is_grad_enabled() or call.compiled) and _is_cache_in_order(call.cache)
+    if not plain or positions.device.type != "cpu" or call.new_tokens.shape[1] != 1:
+        return False
+    if getattr(call.module.config, "_attn_implementation", None) != "sdpa":
+        return False
+    count = positions.shape[1]
+    in_order = positions == last + torch.arange(1 - count, 1)
+    if call.padding_mask is not None and call.padding_mask.shape[-1] == count:  # nobody sees the keys at padding
+        in_order = in_order | (call.padding_mask == 0)
+    return bool(in_order.all())
+
+
+def _rotate_on_read(continued: _Continued, layers: Layers, new: int, *, in_attention: bool) -> ExitStack:
     """Make the layers of a cache return their keys at the present frequencies, until the returned stack is closed.
 
     The cache itself keeps every key of a row at the frequencies of one earlier length, `continued.stored.lengths`.
@@ -186,10 +203,9 @@ def _rotate_on_read(continued: _Continued, layers: Layers, new: int) -> ExitStac
     """
     undo = ExitStack()
     for scaled, group in _by_attention_factor(layers):
-        after_reading, before_storing = KeyRotation.read_and_store(
-            continued.table, continued.stored.lengths, continued.lengths, continued.positions, new, scaled
-        )
-        undo.enter_context(rotate_keys_on_read(group, before_storing, after_reading))
+        lengths = continued.stored.lengths, continued.lengths
+        reading = ReadingRotation(continued.table, *lengths, continued.positions, scaled)
+        undo.enter_context(rotate_keys_on_read(group, reading, new, in_attention=in_attention))
     return undo
 
 
@@ -204,6 +220,13 @@ def _read_on_host(lengths: Tensor, stored: Tensor, packed: Tensor | None) -> tup
     if any_packed:
         raise packed_error()
     return values[: len(lengths)], values[len(lengths) :]
+
+
+def _is_cache_in_order(cache: Any) -> bool:
+    """Return whether the layers of a cache return the keys that they hold, in order and nothing after them."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
 def _can_rotate_in_place(cache: Any, layers: Layers) -> bool:

@@ -49,6 +49,7 @@ class ForwardCall(ModuleCall):
         kwargs: all arguments by name.
         new_tokens: ids (rows, tokens) or embeddings (rows, tokens, hidden size).
         cache: the cache of the decoder's own tokens; None: the call has none.
+        compiled: whether torch.compile traces the call.
         past_length: the number of tokens in the cache; this and the next three attributes come from `read_values`.
         position_ids: (rows or 1, tokens), as the call gives them; None: the decoder counts on from the past length.
         padding_mask: (rows, past + tokens) bool, False where a key is padding; None: the call has none.
@@ -65,6 +66,7 @@ class ForwardCall(ModuleCall):
 
     new_tokens: Tensor
     cache: Any
+    compiled: bool = False
     past_length: int = 0
     position_ids: Tensor | None = None
     padding_mask: Tensor | None = None
@@ -85,7 +87,8 @@ class ForwardCall(ModuleCall):
         tokens = new_tokens(decoder, by_name)
         if tokens is None:
             return None
-        return cls(module=decoder, kwargs=by_name, new_tokens=tokens, cache=cache_argument(decoder, by_name))
+        cache, compiled = cache_argument(decoder, by_name), torch.compiler.is_compiling()
+        return cls(module=decoder, kwargs=by_name, new_tokens=tokens, cache=cache, compiled=compiled)
 
     def read_values(self, axes: int) -> None:
         """Read the arguments whose values may be looked at: past length, positions and padding.
