@@ -115,7 +115,7 @@ class Case:
 
     @property
     def rotary(self) -> rope.Rotary:
-        described: rope.Rotary = open_model(self.model).described.rotary
+        described: rope.Rotary = open_model(self.model).rope.embedding.rotary
         return described
 
 

@@ -165,7 +165,9 @@ READS = {"logprobs": whole_logits, "alone": last_logits}
 def wrong(config: Json, ids: list[int], right: dict[str, Tensor]) -> Iterator[Json]:
     """The log-probabilities under each mistake of check-server that changes them, for each way to read of `right`."""
     model = load(config, torch.float32)
-    made = [(name, model, each) for name, each in configurations(model, open_model(model).described.rotary).items()]
+    made = [
+        (name, model, each) for name, each in configurations(model, open_model(model).rope.embedding.rotary).items()
+    ]
     if (config.get("rope_scaling") or {}).get("rope_type") == "dynamic":
         made.insert(0, ("no scaling at all", load(config | {"rope_scaling": None}, torch.float32), nullcontext))
     for name, changed, mistaken in made:

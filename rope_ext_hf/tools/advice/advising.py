@@ -168,9 +168,9 @@ def _notes(
     else:
         rotary, method = present.rotary, None
     notes = [
-        opened.layers.no_patch_needed,
+        opened.rope.layers.no_patch_needed,
         opened.sliding_note(target_length),
-        opened.described.note,
+        opened.rope.embedding.note,
         advisor.refusal,
         opened.published_note(rotary, method),
     ]
@@ -180,8 +180,8 @@ def _notes(
         notes += short_input_notes(
             present.patch.method,
             present.patch.rotary,
-            as_loaded=opened.described.is_kept(present.patch.method, present.patch.rotary),
-            bit_equal=present.patch.method.keeps_bits and not opened.described.follows_length,
+            as_loaded=opened.rope.embedding.is_kept(present.patch.method, present.patch.rotary),
+            bit_equal=present.patch.method.keeps_bits and not opened.rope.embedding.follows_length,
         )
     return tuple([note for note in notes if note])
 
@@ -273,7 +273,7 @@ class _Advisor:
                 "be built."
             )
         advice = []
-        unrotated = self.opened.layers.no_patch_needed is not None
+        unrotated = self.opened.rope.layers.no_patch_needed is not None
         for name in guided_methods():
             guidance = guidance_of(name)
             if guidance is not None and guidance.unrotated == unrotated and name in list_methods():
@@ -330,9 +330,9 @@ class _Advisor:
     def _short_inputs(self, method: RopeMethod) -> str:
         """Return a clause on inputs within the context length: unchanged outputs, or how much their loss rises."""
         kept = method.unchanged_length(self.rotary)
-        if kept and not self.opened.described.is_kept(method, self.rotary):
+        if kept and not self.opened.rope.embedding.is_kept(method, self.rotary):
             return "change"  # the method extends the model without its own scaling, or under another patch
-        exact = method.keeps_bits and not self.opened.described.follows_length
+        exact = method.keeps_bits and not self.opened.rope.embedding.follows_length
         how = "bit for bit" if exact else "but for rounding"
         if kept >= self.target_length:
             return f"the same, {how}"

@@ -84,7 +84,7 @@ def check_server(
     bits = StatedBits(weight_bits, kv_bits)
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     opened = open_model(model, **source)
-    unpatched = opened.described.rotary
+    unpatched = opened.rope.embedding.rotary
     empty, place, torch_dtype = opened.whole(), find_device(device), find_dtype(dtype)
     if isinstance(torch_dtype, str):  # "auto"
         torch_dtype = torch.float32

@@ -38,10 +38,7 @@ class ConfigModel:
     Attributes:
         config: the text config without patches.
         patches: the patches that the model carries, bottom first.
-        layers: the attention type of each layer, and which layers rotate.
         rope: what this config says of the rope.
-        described: the rotary embedding of the layers that a method applies to.
-        layer_types: the types of these layers; [None]: all layers have the same rotary embedding.
         whole: a function that makes the whole model, on the meta device if it is not in memory.
     """
 
@@ -56,8 +53,7 @@ class ConfigModel:
         self.config, self.patches = config, list(patches)
         self.whole: Callable[[], Any] = whole or self.empty_model
         self.rope = ModelRope.of_config(config)
-        self.layers, self.described = self.rope.layers, self.rope.embedding
-        self.layer_types = list(self.rope.layer_types)
+        _ = self.rope.embedding  # raises the error for several
 
     @staticmethod
     def parts_of(model: nn.Module) -> tuple[Any, list[Patch]]:
@@ -93,17 +89,17 @@ class ConfigModel:
         Raises:
             UnsupportedModelError: no full-attention layer rotates, and the patch is for these.
         """
-        self.layers.check_method(patch.method, patch.layers)
-        encoding = config_encoding(self.config, patch, self.layer_types[0])
+        self.rope.layers.check_method(patch.method, patch.layers)
+        encoding = config_encoding(self.config, patch, self.rope.layer_types[0])
         patched = copy.deepcopy(self.config)
-        write_settings(patched, encoding, self.layer_types)
+        write_settings(patched, encoding, list(self.rope.layer_types))
         patched.max_position_embeddings = encoding.saved_length
         return patched
 
     @property
     def softmax_scale(self) -> float:
         """The number that attention multiplies its softmax scale by, in DeepSeek and its relatives; else 1."""
-        return softmax_scale(family(self.config.model_type), rope_dict(self.config, self.layer_types[0]))
+        return softmax_scale(family(self.config.model_type), rope_dict(self.config, self.rope.layer_types[0]))
 
     @property
     def recipe(self) -> Recipe | None:
@@ -117,7 +113,7 @@ class ConfigModel:
     def notes_on(self, patch: Patch) -> tuple[str, ...]:
         """Return notes on layers that a patch does not reach, and on a published setting that it differs from."""
         notes = (
-            self.layers.unrotated_note(patch.method),
+            self.rope.layers.unrotated_note(patch.method),
             recipe_warning(self.config, patch.rotary, patch.method, patch.target_length),
         )
         return tuple([note for note in notes if note])
@@ -127,8 +123,8 @@ class ConfigModel:
         parameters = getattr(self.config, "rope_parameters", None) or {}
         for layer_type, settings in parameters.items():
             if layer_type in SLIDING and isinstance(settings, Mapping):
-                return self.layers.sliding_note(rope_by_sizes(self.config, layer_type), length)[0]
-        return self.layers.sliding_note(None, length)[0]
+                return self.rope.layers.sliding_note(rope_by_sizes(self.config, layer_type), length)[0]
+        return self.rope.layers.sliding_note(None, length)[0]
 
     @cached_property
     def can_be_tried(self) -> bool:

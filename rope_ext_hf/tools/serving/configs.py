@@ -201,7 +201,7 @@ def _target(model: Model, patch: Patch, *, changes_nothing: bool) -> Target:
 
     With `changes_nothing` the model is to be served as published.
     """
-    layer_type = model.layer_types[0]
+    layer_type = model.rope.layer_types[0]
     config = model.config.to_dict()
     if "rope_parameters" not in config:
         raise ServingError(
@@ -342,7 +342,7 @@ def configure(
             where the engine would need overrides of its config.
     """
     remarks = list(notes)
-    if opened.described.rotary.length_dependent:
+    if opened.rope.embedding.rotary.length_dependent:
         remarks.append(
             f"Inputs of up to {target.original:,} tokens have frequencies of their own here; the engine gives "
             "every input the frequencies of long ones, or changes them for keys that are cached already."

@@ -49,10 +49,8 @@ def test_every_method_is_served_exactly_or_refused_by_name(family: str, over: st
                 assert target.method in refusal
                 continue
             served += 1
-            expected = method.frequencies(
-                served_model(family).described.rotary if over == "own" else served_model(family).described.plain,
-                target.length,
-            )
+            embedding = served_model(family).rope.embedding
+            expected = method.frequencies(embedding.rotary if over == "own" else embedding.plain, target.length)
             assert config.computed is not None
             computed = torch.tensor(config.computed.inv_freq, dtype=torch.float64)
             torch.testing.assert_close(computed, expected.inv_freq, rtol=1e-6, atol=0)

@@ -395,7 +395,7 @@ def test_the_patch_is_as_before_after_all_mistakes_were_tried(folder: Path) -> N
     model = load_model(folder, dtype="float32", device="cpu")
     before, ids = {k: v.clone() for k, v in model.state_dict().items()}, list(range(5, 205))
     expected = logprobs(model, ids)
-    for configuration in configurations(model, open_model(folder).described.rotary).values():
+    for configuration in configurations(model, open_model(folder).rope.embedding.rotary).values():
         with configuration():
             pass
     assert torch.equal(logprobs(model, ids), expected)

@@ -131,7 +131,7 @@ def compare(model_type: str, forms: Any) -> list[str]:
         if not_patched(living):
             continue
         try:
-            described = Model("m", config.get_text_config(), composite=False, patches=[]).described
+            described = Model("m", config.get_text_config(), composite=False, patches=[]).rope.embedding
         except RopeExtError as error:
             differing.append(f"{form}: serve-config: {error}")
             continue

@@ -21,16 +21,16 @@ def test_the_planned_patch_is_the_one_that_patch_applies() -> None:
     rope.patch(model, "yarn", factor=4)
     assert [patch] == list(active_patches(model))
     assert config["rope_parameters"] == model.config.to_dict()["rope_parameters"]
-    assert config["max_position_embeddings"] == 4 * planned.described.context_length
+    assert config["max_position_embeddings"] == 4 * planned.rope.embedding.context_length
 
 
 def test_a_patched_model_is_taken_without_its_patch() -> None:
     model = build("llama")
-    before = ConfigModel(model.config).described
+    before = ConfigModel(model.config).rope.embedding
     rope.patch(model, "yarn", factor=4)
     config, patches = ConfigModel.parts_of(model)
     assert [each.method.name for each in patches] == ["yarn"]
-    assert ConfigModel(config, patches).described == before
+    assert ConfigModel(config, patches).rope.embedding == before
 
 
 def test_methods_are_tried_on_a_small_model_of_the_class() -> None:

@@ -168,7 +168,7 @@ def served_model(family: str) -> Model:
 
 def methods_for(family: str, over: str) -> list[RopeMethod]:
     """Return one instance of every registered method."""
-    described = served_model(family).described
+    described = served_model(family).rope.embedding
     rotary = described.rotary if over == "own" else described.plain
     return [example_method(cls, rotary) for cls in list_methods().values()]
 
