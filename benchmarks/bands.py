@@ -28,8 +28,8 @@ from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.patching import patched
-from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.tokenizing import tokenize
 from rope_ext_hf.reference import path
 
 FACTORS = "2,4,8,16"

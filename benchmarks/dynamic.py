@@ -29,8 +29,8 @@ from stock import attention_kernels, heads_on, usual_dtype
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.tokenizing import tokenize
 from rope_ext_hf.reference import path
 
 TRAINED = 1024

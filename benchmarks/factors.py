@@ -32,8 +32,9 @@ from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.patching import patched
-from rope_ext_hf.reading.spans import EvalPlan, prepare, tokenize
+from rope_ext_hf.reading.spans import EvalPlan, prepare
 from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.tokenizing import tokenize
 from rope_ext_hf.reference import path
 from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.runner import carry_out

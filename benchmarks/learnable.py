@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.tokenizing import tokenize
 from rope_ext_hf.reference import path
 
 SEED = 0

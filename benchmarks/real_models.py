@@ -31,9 +31,9 @@ from rope_ext_hf.eval import passkey, perplexity
 from rope_ext_hf.files.whole import write_text
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.patches.model_rope import ModelRope
-from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.tokenizing import tokenize
 
 Row = dict[str, Any]
 OUT = Path("docs/results/real-models.json")

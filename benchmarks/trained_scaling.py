@@ -28,9 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import rope_ext_hf as rope
 from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.spans.perplexity_runs import difference
-from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.reading.text.load import load as load_corpus
+from rope_ext_hf.reading.text.tokenizing import tokenize
 from rope_ext_hf.reference import path
 
 SEED = 20240517

@@ -67,7 +67,8 @@ OPEN: dict[str, str] = {
     # reading text
     "rope_ext_hf.reading.text.load": "load texts by name: files, folders, patterns, hf:OWNER/NAME, stdlib",
     "rope_ext_hf.reading.text.documents": "texts, as text and as tokens",
-    "rope_ext_hf.reading.spans": "tokenise as evaluations do, and plan which tokens are read and scored",
+    "rope_ext_hf.reading.text.tokenizing": "tokenise as evaluations do",
+    "rope_ext_hf.reading.spans": "plan which tokens are read and scored",
     "rope_ext_hf.reading.protocols": "add a protocol, by which a document is cut into spans that are read and scored",
     "rope_ext_hf.reading.scorer": "losses, likelihoods and greedy answers of a model, in fixed memory",
     "rope_ext_hf.reading.through.head_losses": "the head of a model, a part of the vocabulary at a time",

@@ -21,9 +21,9 @@ import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.eval.retrieval.statements import HELD_OUT_WORDS, TRAINING_WORDS
 from rope_ext_hf.hub import load_tokenizer
-from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.documents import Tokens
 from rope_ext_hf.reading.text.load import HELD_OUT, stdlib_held_out
+from rope_ext_hf.reading.text.tokenizing import tokenize
 from rope_ext_hf.reference import path
 
 LENGTHS = (256, 512, 1024)

@@ -111,7 +111,7 @@ class DynamicNTK(RopeMethod):
 class DynamicYarn(RampedMethod):
     """YaRN whose factor is the length of the input over the context length (arXiv 2309.00071, sec. 3.3 and 3.4).
 
-    With s = max(1, L / C), pair i gets w_i (1 - r_i) + w_i / s r_i, with the ramp r_i of `RampedMethod`; cos and sin
+    With s = max(1, L / C), pair i gets w_i (1 - r_i) + (w_i / s) r_i, with the ramp r_i of `RampedMethod`; cos and sin
     are multiplied by 0.1 ln s + 1.
     """
 

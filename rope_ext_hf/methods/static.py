@@ -210,8 +210,8 @@ class RampedMethod(RopeMethod):
     """Base of by-parts, yarn and dynamic-yarn, which slow down pairs of few cycles over the context length.
 
     Pair i completes C w_i / 2 pi cycles. A pair of `beta_fast` cycles or more keeps its frequency, a pair of
-    `beta_slow` cycles or fewer gets w_i / s, and a pair between them w_i (1 - r_i) + w_i / s r_i. `ramp` says what r_i
-    is linear in: the index of the pair ("dimension", the YaRN authors' code and transformers; `truncate` rounds the
+    `beta_slow` cycles or fewer gets w_i / s, and a pair between them w_i (1 - r_i) + (w_i / s) r_i. `ramp` says what
+    r_i is linear in: the index of the pair ("dimension", the YaRN authors' code and transformers; `truncate` rounds the
     ends of the ramp to whole indices), or its number of cycles ("cycles", the text of the paper). Equal betas make a
     step (Kimi K2).
     """
@@ -226,7 +226,7 @@ class RampedMethod(RopeMethod):
         _check_descending(self, "beta_fast", "beta_slow")
 
     def interpolate(self, rotary: Rotary, factor: float | Tensor, device: torch.device) -> Tensor:
-        """Return the inverse frequencies w_i (1 - r_i) + w_i / s r_i, (..., dim // 2) (YaRN paper, Def. 2).
+        """Return the inverse frequencies w_i (1 - r_i) + (w_i / s) r_i, (..., dim // 2) (YaRN paper, Def. 2).
 
         `factor`: the divisor s of slow pairs, one number or a tensor (..., 1).
         """
@@ -265,7 +265,7 @@ class RampedMethod(RopeMethod):
 class ByParts(RampedMethod):
     """NTK-by-parts (bloc97 2023; YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate slow pairs, keep fast ones.
 
-    Pair i gets w_i (1 - r_i) + w_i / s r_i, with the ramp r_i of `RampedMethod`.
+    Pair i gets w_i (1 - r_i) + (w_i / s) r_i, with the ramp r_i of `RampedMethod`.
     """
 
     factor: float
@@ -285,8 +285,8 @@ class ByParts(RampedMethod):
 class Yarn(RampedMethod):
     """YaRN (Peng et al. 2023, arXiv 2309.00071, sec. 3.4): by-parts interpolation plus attention temperature scaling.
 
-    Pair i gets w_i (1 - r_i) + w_i / s r_i, with the ramp r_i of `RampedMethod`. The temperature t of the softmax goes
-    into cos and sin, which are multiplied by sqrt(1/t). That factor is
+    Pair i gets w_i (1 - r_i) + (w_i / s) r_i, with the ramp r_i of `RampedMethod`. The temperature t of the softmax
+    goes into cos and sin, which are multiplied by sqrt(1/t). That factor is
 
     - `attention_factor` where it is set;
     - g(s, mscale) / g(s, mscale_all_dim) where both are set (DeepSeek);
@@ -341,7 +341,7 @@ def _counted_parameters(rope_type: str, rotary: Rotary, method: RopeMethod, **re
 class Llama3(RopeMethod):
     """Llama 3.1's scaling (Dubey et al. 2024, arXiv 2407.21783, and its code): by-parts with a ramp from 1 to 4 cycles.
 
-    Pair i gets w_i (1 - r_i) + w_i / s r_i. With c_i = C w_i / 2 pi cycles over the context length, r_i is 0 for
+    Pair i gets w_i (1 - r_i) + (w_i / s) r_i. With c_i = C w_i / 2 pi cycles over the context length, r_i is 0 for
     c_i >= `high_freq_factor`, 1 for c_i <= `low_freq_factor`, and linear in c_i between them.
     """
 

@@ -5,16 +5,20 @@ YaRN:
 
 - its formula is in `methods.static`: from the rotary embedding of the model to inverse frequencies and a factor. In a
   model without a scaling of its own, w_i = b^(-2i/d), and C = L0 is max_position_embeddings;
-- they are computed once, during the call of `patch`, when the new `RotaryEmbedding` is made (`rotary.embedding`). It
-  keeps them in its attributes `frequency` (integers, and not a buffer) and `attention_factor`, and makes cos and sin of
-  them in each forward;
+- they are computed during the call of `patch`, when the new `RotaryEmbedding` is made (`rotary.embedding`), and do not
+  change afterwards. It keeps them in its attributes `frequency` (integers, and not a buffer) and `attention_factor`,
+  and makes cos and sin of them in each forward;
 - `slots.patched_slot` has the module that stands where the model's own one stood, such as `model.model.rotary_emb`. It
-  holds the `RotaryEmbedding` and the module that it replaces, and works out `inv_freq` when it is read;
-- `models.patched_config` writes the settings into a copy of the config, which the model gets with the module:
-  `rope_parameters` with {"rope_type": "yarn", "factor": 4.0, ...}, and max_position_embeddings times the factor.
+  holds the `RotaryEmbedding`, as `model.model.rotary_emb.tables["all"]`, and the module that it replaces. Its
+  `inv_freq` is worked out when it is read;
+- `models.patched_config` writes the settings into a copy of the config, which the model gets with the module. For a
+  Llama without a scaling of its own, `rope_parameters` becomes {"rope_type": "yarn", "rope_theta": ..., "factor": 4.0,
+  "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "original_max_position_embeddings": ...}; over a scaling of
+  its own it becomes a longrope that lists the divisors of all frequencies. max_position_embeddings is multiplied by
+  the factor, and the key `rope_ext_hf` records the patch.
 
-A forward of the model passes through nothing else. Length-dependent and remapping methods also change the forward of
-the decoder (`forward`).
+A forward of the model passes through nothing else. Saving, and `generate` for its longest length, ask for the record.
+Length-dependent and remapping methods also change the forward of the decoder (`forward`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reading of text: documents, the spans (stretches of tokens read at once) they are cut into, and their scoring.
 
 protocols: the window, the stride, and which tokens are scored.
-spans: plan what is read: load, tokenise, and cut documents into spans by a protocol.
+spans: plan what is read: load and tokenise documents, and cut them into spans by a protocol.
 scorer: the losses of tokens under a model.
 
 Folders that these modules use:

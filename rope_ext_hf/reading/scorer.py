@@ -6,7 +6,7 @@
 
 | way | texts | attention |
 |---|---|---|
-| one forward of the decoder (`whole_reader.decoder_outputs`) | losses of at most 1,024 tokens | the model's own |
+| one forward of the decoder (`decoder_outputs`) | losses of at most 1,024 tokens, one chunk | the model's own |
 | in chunks, layer by layer if its layers allow it (`chunked_reader`) | all others | that of `chunked_attention` |
 | one forward of the model (`whole_reader.whole_logits`) | where these give other logits | the model's own |
 
@@ -40,7 +40,7 @@ from rope_ext_hf.reading.through.chunk_check import (
     try_at_once,
     try_in_chunks,
 )
-from rope_ext_hf.reading.through.chunked_reader import ChunkedReader, UseOfOutputs
+from rope_ext_hf.reading.through.chunked_reader import ChunkedReader, ScoreOfOutputs
 from rope_ext_hf.reading.through.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
 from rope_ext_hf.reading.through.whole_reader import decoder_outputs, whole_logits
 
@@ -342,7 +342,7 @@ class TokenScorer:
 
     @torch.inference_mode()
     def outputs_together(
-        self, texts: Sequence[tuple[Tensor, int]], use: UseOfOutputs[T], *, length: int | None = None
+        self, texts: Sequence[tuple[Tensor, int]], use: ScoreOfOutputs[T], *, length: int | None = None
     ) -> list[list[T]]:
         """Read several texts, and return the results of `use` for the decoder's outputs that predict scored tokens.
 

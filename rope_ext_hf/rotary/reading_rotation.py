@@ -13,8 +13,6 @@ from rope_ext_hf.rotary.key_rotation import KeyRotation
 from rope_ext_hf.rotary.phase import angles
 from rope_ext_hf.rotary.tiled_rotation import TILE_TOKENS, TiledRotation
 
-__all__ = ["ReadingRotation"]
-
 
 @dataclass(frozen=True)
 class ReadingRotation:

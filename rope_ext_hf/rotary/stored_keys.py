@@ -14,8 +14,6 @@ from rope_ext_hf.rotary.key_rotation import KeyLayout
 if TYPE_CHECKING:
     from rope_ext_hf.rotary.reading_rotation import ReadingRotation
 
-__all__ = ["StoredKeys"]
-
 
 class StoredKeys(Tensor):
     """The rotated keys of a cache, (rows, heads, tokens, head_dim), in place of a tensor that holds them.

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
 
-__all__ = ["TILE_TOKENS", "TiledRotation"]
-
 TILE_TOKENS = 1024
 
 

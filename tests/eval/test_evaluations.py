@@ -17,9 +17,9 @@ from rope_ext_hf.eval import perplexity, sweep
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.reading.protocols import PROTOCOLS
 from rope_ext_hf.reading.scorer import TokenScorer
-from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.documents import Document, Tokens
 from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.tokenizing import tokenize
 from rope_ext_hf.reference import path
 from rope_ext_hf.runs.folder.folder import read_run
 from tests.support.dispatch import LargestTensor

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.retrieval.statements import RetrievalQuestion, Task, ask, insert, other_answers
-from rope_ext_hf.reading.spans import encode, encode_answer, prefix_tokens
+from rope_ext_hf.reading.text.tokenizing import encode, encode_answer, prefix_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

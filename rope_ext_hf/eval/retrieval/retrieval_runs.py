@@ -26,9 +26,10 @@ from rope_ext_hf.eval.retrieval.retrieval_prompts import Trial, make_trials, sha
 from rope_ext_hf.eval.retrieval.statements import RETRIEVALS
 from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps, loss_text
 from rope_ext_hf.reading.scorer import Cost, TokenScorer, check_numbers
-from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, tokenize, warn_of_unknown
+from rope_ext_hf.reading.spans import check_prompts
 from rope_ext_hf.reading.text.documents import Document
 from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.tokenizing import own_tokenizer, tokenize, warn_of_unknown
 from rope_ext_hf.runs.conclusions.labels import Method, MethodResult
 from rope_ext_hf.runs.conclusions.measures import Evidence, Measure
 from rope_ext_hf.runs.conclusions.statistics import Estimate, estimate

@@ -1,4 +1,8 @@
-"""The measurement of the losses of documents at each context length, which perplexity runs show."""
+"""The measurement of the losses of documents at each context length, which perplexity runs show.
+
+It gives the tokens of each span, which `EvalPlan` has cut from a document, to `TokenScorer`, and sums the losses of the
+scored ones. The loop of a run adds up the spans of a document.
+"""
 
 from __future__ import annotations
 

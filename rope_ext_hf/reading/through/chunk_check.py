@@ -55,7 +55,7 @@ def checked_logits(reader: ChunkedReader, device: torch.device) -> Tensor:
 def try_at_once(reader: ChunkedReader, device: torch.device, expected: Tensor) -> bool:
     """Try whether one forward of the decoder, and then its head on a part of the tokens, give the model's logits.
 
-    If so, the result is true, and the setting `finish` of the reader is set to that with which the logits were equal.
+    If so, the result is true, and `scales_logits` of the reader is set to the value with which the logits were equal.
     Layers with a cache of an unknown kind, which may choose keys by the number of tokens, are left to the other ways.
 
     Args:
@@ -71,11 +71,11 @@ def try_at_once(reader: ChunkedReader, device: torch.device, expected: Tensor) -
         hidden = decoder_outputs(decoder, _checked_ids(model, device)[:-1])
     except (NotReadInChunksError, *_UNUSUAL_CLASS):
         return False
-    for finish in (True, False):
-        reader.finish = finish
+    for scales_logits in (True, False):
+        reader.scales_logits = scales_logits
         if _difference(reader.head_losses.logits(hidden), expected) <= _bounds(model.dtype)[0]:
             return True
-    reader.finish = True
+    reader.scales_logits = True
     return False
 
 
@@ -92,7 +92,7 @@ def _checked_ids(model: PreTrainedModel, device: torch.device) -> Tensor:
 def try_in_chunks(reader: ChunkedReader, device: torch.device, expected: Tensor | None = None) -> str | None:
     """Try to read a model in chunks, and return why it cannot be done; None: it can.
 
-    If it can, the settings `finish` and `windows` of the reader are set to those with which the logits were equal, and
+    If it can, `scales_logits` and `windows` of the reader are set to the values with which the logits were equal, and
     `layers` if the decoder can be read layer by layer.
 
     Args:
@@ -133,13 +133,14 @@ def try_in_chunks(reader: ChunkedReader, device: torch.device, expected: Tensor 
         return f"the model's decoder does not read onto a cache: {one_line(error)}"
     windows = _safe_windows(model, cache)
     differences, tolerance = [], _bounds(model.dtype)[0]
-    for finish in (True, False):  # some classes for images and text leave out the scale or cap that their text part has
-        trial.finish = finish
+    # Some classes for images and text leave out the scale or cap that their text part has.
+    for scales_logits in (True, False):
+        trial.scales_logits = scales_logits
         differences.append(_difference(trial.head_losses.logits(hidden), expected))
-        if differences[-1] > tolerance and finish:  # a fixed bound may be too narrow for rounding
+        if differences[-1] > tolerance and scales_logits:  # a fixed bound may be too narrow for rounding
             tolerance = _rounding_tolerance(reader, ids, expected)
         if differences[-1] <= tolerance:
-            reader.finish, reader.windows = finish, windows
+            reader.scales_logits, reader.windows = scales_logits, windows
             if layers is not None and _equal_by_layer(
                 replace(trial, layers=layers, windows=reader.windows), ids, hidden
             ):
@@ -204,17 +205,17 @@ class _Trial(NamedTuple):
 
     Attributes:
         difference: how far its logits are from those of an ordinary forward, in standard deviations.
-        finish, windows, layers: the settings of the reader.
+        scales_logits, windows, layers: the settings of the reader.
     """
 
     difference: float
-    finish: bool
+    scales_logits: bool
     windows: dict[int, int]
     layers: LayerReader
 
     def settle(self, reader: ChunkedReader) -> None:
         """Have a reader read in this way."""
-        reader.finish, reader.windows, reader.layers = self.finish, self.windows, self.layers
+        reader.scales_logits, reader.windows, reader.layers = self.scales_logits, self.windows, self.layers
 
 
 def _trial_by_layer(reader: ChunkedReader, ids: Tensor) -> tuple[Tensor | None, _Trial | None]:
@@ -239,14 +240,14 @@ def _trial_by_layer(reader: ChunkedReader, ids: Tensor) -> tuple[Tensor | None, 
     least, most = _bounds(model.dtype)
     for hidden, cache in _outputs_by_layer(trial, ids):
         differences: dict[bool, float] = {}
-        for finish in (True, False):
-            trial.finish = finish
-            differences[finish] = _difference(trial.head_losses.logits(hidden), expected)
-            if differences[finish] <= least:
+        for scales_logits in (True, False):
+            trial.scales_logits = scales_logits
+            differences[scales_logits] = _difference(trial.head_losses.logits(hidden), expected)
+            if differences[scales_logits] <= least:
                 break  # the weights of the head need not come again
-        finish = min(differences, key=lambda each: differences[each])
-        if differences[finish] <= most:
-            return expected, _Trial(differences[finish], finish, _safe_windows(model, cache), layers)
+        scales_logits = min(differences, key=lambda each: differences[each])
+        if differences[scales_logits] <= most:
+            return expected, _Trial(differences[scales_logits], scales_logits, _safe_windows(model, cache), layers)
     return expected, None
 
 

@@ -25,7 +25,7 @@ from rope_ext_hf.reading.cost.memory import place_of_states
 from rope_ext_hf.reading.larger.offloaded_weights import loaded_once
 from rope_ext_hf.reading.larger.waiting_states import Place
 from rope_ext_hf.reading.through.chunked_attention import reading_in_chunks
-from rope_ext_hf.reading.through.head_losses import Finishing, HeadLosses
+from rope_ext_hf.reading.through.head_losses import HeadLosses, LogitScaling
 from rope_ext_hf.reading.through.layer_reader import LayerReader
 from rope_ext_hf.reading.through.span_cache import SpanCache
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
-UseOfOutputs: TypeAlias = Callable[[int, int, Tensor, Tensor], T]
+ScoreOfOutputs: TypeAlias = Callable[[int, int, Tensor, Tensor], T]
 """A function of the outputs of a decoder that predict scored tokens of a text.
 
 Its arguments are the number of the text, the place of the first of these tokens among all scored tokens of the text,
@@ -57,7 +57,7 @@ class ChunkedReader:
             It is for answers to prompts: losses are read layer by layer, if the decoder can be read so.
         longest: the number of tokens in the longest span (text read at once) to come, for which the cache is allocated
             at once.
-        finish: whether to scale or cap the logits as the config says.
+        scales_logits: whether to scale or cap the logits as the config says.
         layers: the reader that runs the layers of the decoder one after the other; None: the decoder cannot be read so,
             or was not checked.
         place: where hidden states wait between two layers; None: where they fit.
@@ -75,7 +75,7 @@ class ChunkedReader:
     head_bytes: int
     offload_cache: bool = False
     longest: int = 1
-    finish: bool = True
+    scales_logits: bool = True
     layers: LayerReader | None = None
     place: Place | None = None
     windows: Mapping[int, int] = field(default_factory=dict)
@@ -87,8 +87,8 @@ class ChunkedReader:
     def head_losses(self) -> HeadLosses:
         """The object that computes logits and losses from the decoder's output, by the head of the model."""
         config = self.model.config.get_text_config()
-        finishing = Finishing.from_config(config) if self.finish else Finishing()
-        return HeadLosses(self.head, finishing, config.vocab_size, self.model.dtype, self.head_bytes)
+        scaling = LogitScaling.from_config(config) if self.scales_logits else LogitScaling()
+        return HeadLosses(self.head, scaling, config.vocab_size, self.model.dtype, self.head_bytes)
 
     # --- memory
 
@@ -197,31 +197,31 @@ class ChunkedReader:
         parts = self.scored(texts, lambda number, begin, outputs, targets: head.losses(outputs, targets))
         return [torch.cat(parts_of_text) for parts_of_text in parts]
 
-    def scored(self, texts: Sequence[tuple[Tensor, int]], use: UseOfOutputs[T]) -> list[list[T]]:
-        """Read texts, and return the results of `use` for the outputs that predict scored tokens, by text and chunk.
+    def scored(self, texts: Sequence[tuple[Tensor, int]], score: ScoreOfOutputs[T]) -> list[list[T]]:
+        """Read texts, and return the results of `score` for the outputs that predict scored tokens, by text and chunk.
 
         They are read layer by layer if the decoder can be read so. Offloaded weights then come to their device once for
         all texts.
 
         Args:
             texts: each text, (tokens,) int64, and the position of its first token that is scored.
-            use: is called with the outputs of each chunk of each text, in order.
+            score: is called with the outputs of each chunk of each text, in order.
         """
 
-        def use_of_chunk(number: int, start: int, hidden: Tensor) -> T:
+        def score_chunk(number: int, start: int, hidden: Tensor) -> T:
             ids, first = texts[number]
             # the output at position p predicts the token at p + 1
             begin, end = max(start, first - 1), start + hidden.shape[0]
             targets = ids[begin + 1 : end + 1].to(hidden.device)
-            return use(number, begin + 1 - first, hidden[begin - start :], targets)
+            return score(number, begin + 1 - first, hidden[begin - start :], targets)
 
-        spans = [ids[:-1] for ids, _ in texts]
+        inputs = [ids[:-1] for ids, _ in texts]  # the last token of a text predicts none of it
         if self.layers is not None:
-            return self.outputs_by_layer(spans, use_of_chunk, [first - 1 for _, first in texts])
+            return self.outputs_by_layer(inputs, score_chunk, [first - 1 for _, first in texts])
         results = []
-        for number, (span, (_, first)) in enumerate(zip(spans, texts, strict=True)):
-            chunks = self.hidden(span, self.empty_cache(len(span)))
-            results.append([use_of_chunk(number, start, x) for start, x in chunks if start + len(x) >= first])
+        for number, (ids, (_, first)) in enumerate(zip(inputs, texts, strict=True)):
+            chunks = self.hidden(ids, self.empty_cache(len(ids)))
+            results.append([score_chunk(number, start, x) for start, x in chunks if start + len(x) >= first])
         return results
 
     def outputs_by_layer(
@@ -246,7 +246,7 @@ class ChunkedReader:
             for number in range(len(texts)):
                 text = read.pop(0)  # its hidden states are freed when its losses are known
                 begin = 0 if first is None else first[number]
-                results.append(layers.finish(decode, text, cache, partial(use, number), first=begin))
+                results.append(layers.score_last_layer(decode, text, cache, partial(use, number), first=begin))
         return results
 
     def _place(self, texts: Sequence[Tensor], cache: SpanCache, layers: LayerReader) -> tuple[Place, bool]:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Finishing", "HeadLosses", "RunningSoftmax", "is_linear_head"]
+__all__ = ["HeadLosses", "LogitScaling", "RunningSoftmax", "is_linear_head"]
 
 _CPU_CACHE = 8 * 2**20
 """Bytes of logits at a time on a CPU, which stay in its cache; the speed hardly differs from 2 MB to 26 MB."""
 
 
-class Finishing(NamedTuple):
+class LogitScaling(NamedTuple):
     """The steps from the numbers that a head gives to the logits, in this order; None: there is no such step.
 
     Attributes:
@@ -29,7 +29,7 @@ class Finishing(NamedTuple):
     cap: float | None = None
 
     @classmethod
-    def from_config(cls, config: Any) -> Finishing:
+    def from_config(cls, config: Any) -> LogitScaling:
         """Return the steps that common model classes take, by the config of the text model."""
         factor = getattr(config, "logit_scale", None)  # Cohere
         if factor is None:
@@ -55,14 +55,14 @@ class HeadLosses:
 
     Attributes:
         head: the head, as a module.
-        finishing: the steps from the numbers that the head gives to the logits.
+        scaling: the steps from the numbers that the head gives to the logits.
         vocabulary: the number of logits for each token.
         dtype: the dtype of the model.
         head_bytes: the memory in bytes for the logits that exist at a time.
     """
 
     head: Any
-    finishing: Finishing
+    scaling: LogitScaling
     vocabulary: int
     dtype: torch.dtype
     head_bytes: int
@@ -90,7 +90,7 @@ class HeadLosses:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits, (tokens, vocabulary) float32, of the decoder's output (tokens, hidden)."""
-        return self.finishing.logits(self.head(hidden))
+        return self.scaling.logits(self.head(hidden))
 
     @property
     def is_plain(self) -> bool:
@@ -122,7 +122,7 @@ class HeadLosses:
         for begin in range(0, len(weight), width):
             part = slice(begin, begin + width)
             numbers = nn.functional.linear(hidden.to(weight.device), weight[part], None if bias is None else bias[part])
-            yield self.finishing.logits(numbers)
+            yield self.scaling.logits(numbers)
 
 
 def is_linear_head(head: Any) -> bool:

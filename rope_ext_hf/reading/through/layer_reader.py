@@ -224,7 +224,7 @@ class LayerReader:
                 decode(start, input_ids=ids[None, start:stop])
         return text
 
-    def finish(
+    def score_last_layer(
         self,
         decode: Callable[..., Tensor],
         text: _Text,

@@ -36,8 +36,8 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.models.patch_records import Patch
 from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.slots.patched_slot import active_patches
-from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.reading.text.documents import Tokens
+from rope_ext_hf.reading.text.tokenizing import prefix_tokens
 from rope_ext_hf.runs.conclusions.labels import Method, label, method_key
 from rope_ext_hf.runs.folder.model_digest import model_digest
 from rope_ext_hf.runs.run import Run

@@ -25,7 +25,8 @@ from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.options.method_choice import MethodChoice
 from rope_ext_hf.reading.protocols import PROTOCOLS, Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import check_prompts, check_vocabulary
+from rope_ext_hf.reading.spans import check_prompts
+from rope_ext_hf.reading.text.tokenizing import check_vocabulary
 from rope_ext_hf.reading.through.head_losses import HeadLosses
 from rope_ext_hf.runs.conclusions.conclusions import Conclusion
 from rope_ext_hf.runs.conclusions.labels import Method, MethodResult, label

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from rope_ext_hf.errors import CheckpointError, FileError, UnsupportedModelError
 from rope_ext_hf.files.whole import disk_errors, json_digest
 from rope_ext_hf.reading.protocols import Span
-from rope_ext_hf.reading.spans import EvalPlan, own_tokenizer
+from rope_ext_hf.reading.spans import EvalPlan
 from rope_ext_hf.reading.text.documents import Tokens
+from rope_ext_hf.reading.text.tokenizing import own_tokenizer
 from rope_ext_hf.reading.through.head_losses import is_linear_head
 from rope_ext_hf.runs.conclusions.labels import Method, method_key
 

@@ -20,7 +20,7 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.spans.span_measurement import scored_parts
 from rope_ext_hf.files.whole import atomic_file, check_room, disk_errors, fsync_path, read_json, write_text
 from rope_ext_hf.reading.spans import EvalPlan, Pass
-from rope_ext_hf.reading.through.head_losses import Finishing, HeadLosses
+from rope_ext_hf.reading.through.head_losses import HeadLosses, LogitScaling
 from rope_ext_hf.runs.conclusions.labels import Method
 from rope_ext_hf.runs.folder.journal import GO_ON
 from rope_ext_hf.tools.divergence.states_files import (
@@ -93,9 +93,9 @@ class StatesWriter:
         description = self._folder / DESCRIPTION
         self._format = read_json(description)["format"] if description.exists() else FORMAT
         if not description.exists():
-            self._describe(plan, text, names, linear, head.finishing)
+            self._describe(plan, text, names, linear, head.scaling)
 
-    def _describe(self, plan: EvalPlan, text: str, names: str, head: nn.Linear, finishing: Finishing) -> None:
+    def _describe(self, plan: EvalPlan, text: str, names: str, head: nn.Linear, scaling: LogitScaling) -> None:
         """Write the head and the text, and last the file that describes them."""
         tensors = {"prefix": torch.tensor(plan.prefix, dtype=torch.int64)}
         read = [(tokens_read(document, spans), spans) for document, spans in plan.documents]
@@ -112,7 +112,7 @@ class StatesWriter:
             "text": text,
             "tokens": tokens_digest(plan.prefix, read),
             "names": names,
-            "finishing": finishing._asdict(),
+            "scaling": scaling._asdict(),
         }
         write_text(self._folder / DESCRIPTION, json.dumps(described, indent=1) + "\n")
 

@@ -28,7 +28,7 @@ from rope_ext_hf.files.whole import disk_errors, parse_json_object
 from rope_ext_hf.reading.protocols import ProtocolOptions, Span, resolve_protocol
 from rope_ext_hf.reading.spans import EvalPlan
 from rope_ext_hf.reading.text.documents import Tokens
-from rope_ext_hf.reading.through.head_losses import Finishing, HeadLosses
+from rope_ext_hf.reading.through.head_losses import HeadLosses, LogitScaling
 from rope_ext_hf.runs.conclusions.labels import Method, method_key
 from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.runs.folder.journal import read_plain, read_records
@@ -71,7 +71,7 @@ class StoredStates:
         plan: the documents and spans, as the run read them; without the text of the documents, and without the tokens
             that no span reads, so that spans begin earlier.
         names: a digest of the names of the tokens, see `token_names`; empty: it is not known.
-        finishing: the steps from the numbers of the head to logits.
+        scaling: the steps from the numbers of the head to logits.
         vocabulary: the number of logits for each token.
         nats: the loss that the run recorded, summed over the scored tokens, by the number of the document and the
             length.
@@ -82,7 +82,7 @@ class StoredStates:
     label: str
     plan: EvalPlan
     names: str
-    finishing: Finishing
+    scaling: LogitScaling
     vocabulary: int
     nats: dict[tuple[int, int], float]
     _folder: Path
@@ -141,14 +141,14 @@ class StoredStates:
             if info is None or info.shape != (count, hidden) or info.dtype not in _FLOATS:
                 raise _damaged(file.file.path, f"it does not hold {count:,} states of {hidden:,} numbers")
             files[place] = file
-        finishing = Finishing(**described["finishing"])
+        scaling = LogitScaling(**described["scaling"])
         return cls(
             run.select([method]),
             method,
             run.names[chosen],
             plan,
             described["names"],
-            finishing,
+            scaling,
             vocabulary,
             nats,
             states,
@@ -191,7 +191,7 @@ class StoredStates:
         head.weight = nn.Parameter(weight.to(device), requires_grad=False)
         if "bias" in file.tensors:
             head.bias = nn.Parameter(file.read("bias").to(device), requires_grad=False)
-        return HeadLosses(head, self.finishing, self.vocabulary, weight.dtype, head_bytes)
+        return HeadLosses(head, self.scaling, self.vocabulary, weight.dtype, head_bytes)
 
     @property
     def head_size(self) -> int:
@@ -220,10 +220,10 @@ def _description(path: Path) -> dict[str, Any]:
         number = described["format"]
         if type(number) is int and number > FORMAT:
             raise FileError(f"{str(path)!r} is of a later version of this package; update rope-ext-hf")
-        finishing = described["finishing"]
+        scaling = described["scaling"]
         right = all(isinstance(described[key], str) for key in ("text", "tokens", "names"))
-        right = right and type(number) is int and finishing.keys() == set(Finishing._fields)
-        if not right or not all(value is None or type(value) in (int, float) for value in finishing.values()):
+        right = right and type(number) is int and scaling.keys() == set(LogitScaling._fields)
+        if not right or not all(value is None or type(value) in (int, float) for value in scaling.values()):
             raise ValueError("a value of another type")
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, FileError):

@@ -21,8 +21,8 @@ from rope_ext_hf.errors import CorpusError, ServingError
 from rope_ext_hf.files.whole import atomic_file, read_json
 from rope_ext_hf.hub import fingerprint, load_empty, load_tokenizer, tokens_before
 from rope_ext_hf.patches.describing import describe
-from rope_ext_hf.reading.spans import encode, prefix_tokens
 from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.tokenizing import encode, prefix_tokens
 from rope_ext_hf.terminal import Rows, text_table, wrapped
 from rope_ext_hf.tools.servers.clients import Answer, Client
 

@@ -23,7 +23,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.patches.slots.patched_slot import active_patches
-from rope_ext_hf.reading.spans import prefix_tokens
+from rope_ext_hf.reading.text.tokenizing import prefix_tokens
 
 AS_MEASURED = "as measured"
 Configuration = Callable[[], AbstractContextManager[Any]]

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, short
-from rope_ext_hf.reading.spans import encode, encode_answer, prefix_tokens
 from rope_ext_hf.reading.text.documents import utf8_bytes
 from rope_ext_hf.reading.text.load import load, stdlib_held_out
+from rope_ext_hf.reading.text.tokenizing import encode, encode_answer, prefix_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

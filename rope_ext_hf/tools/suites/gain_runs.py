@@ -17,9 +17,10 @@ from rich.text import Text
 
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, text_of, warn_of_unknown
+from rope_ext_hf.reading.spans import check_prompts
 from rope_ext_hf.reading.text.documents import Document
 from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.tokenizing import own_tokenizer, text_of, warn_of_unknown
 from rope_ext_hf.runs.conclusions.labels import Method, MethodResult, label
 from rope_ext_hf.runs.conclusions.measures import Evidence, Measure
 from rope_ext_hf.runs.conclusions.statistics import estimate

@@ -21,8 +21,9 @@ from rope_ext_hf.eval.spans.perplexity_measurement import PerplexityMeasurement
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import check_vocabulary, prefix_tokens, tokenize, warn_of_unknown, with_prefix
+from rope_ext_hf.reading.spans import with_prefix
 from rope_ext_hf.reading.text.documents import Document, Tokens
+from rope_ext_hf.reading.text.tokenizing import check_vocabulary, prefix_tokens, tokenize, warn_of_unknown
 from rope_ext_hf.runs.conclusions.labels import Method, MethodResult, label
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.measurement import Cell, Measurement, Reading, RunPlan

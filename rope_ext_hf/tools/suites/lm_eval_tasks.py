@@ -21,8 +21,8 @@ from lm_eval.api.task import ConfigurableTask
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files.whole import disk_errors, write_text
 from rope_ext_hf.hub import load_tokenizer
-from rope_ext_hf.reading.spans import text_of, warn_of_unknown
 from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.tokenizing import text_of, warn_of_unknown
 from rope_ext_hf.tools.suites.base import list_suites, suite
 from rope_ext_hf.tools.suites.task_prompts import template_tokens
 

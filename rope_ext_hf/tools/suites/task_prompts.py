@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError, listed
-from rope_ext_hf.reading.spans import encode, prefix_tokens
+from rope_ext_hf.reading.text.tokenizing import encode, prefix_tokens
 from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, TooShortError, count_tokens
 
 if TYPE_CHECKING:

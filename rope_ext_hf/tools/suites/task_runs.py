@@ -20,8 +20,9 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
 from rope_ext_hf.reading.scorer import Cost, TokenScorer, check_numbers
-from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, text_of, warn_of_unknown
+from rope_ext_hf.reading.spans import check_prompts
 from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.tokenizing import own_tokenizer, text_of, warn_of_unknown
 from rope_ext_hf.runs.conclusions.labels import Method, MethodResult, method_key
 from rope_ext_hf.runs.conclusions.measures import EffectiveLength, Evidence, Measure
 from rope_ext_hf.runs.conclusions.statistics import Estimate, estimate_share

@@ -31,8 +31,8 @@ from rope_ext_hf.options.arguments import with_fields_of
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.reading.scorer import check_numbers
-from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.reading.text.documents import Tokens, corpus_name
+from rope_ext_hf.reading.text.tokenizing import prefix_tokens
 from rope_ext_hf.runs.conclusions.statistics import estimate_share, estimate_share_change
 from rope_ext_hf.runs.folder.folder import exclusive
 from rope_ext_hf.runs.folder.identity import digest_inputs

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from rope_ext_hf.reading.spans import tokenize, warn_of_unknown
 from rope_ext_hf.reading.text.documents import LateEnds, Tokens
 from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.tokenizing import tokenize, warn_of_unknown
 from rope_ext_hf.tools.training.finetuning_options import Finetuning
 
 _HELD_OUT = 10  # one document, or one token, in this many is measured instead of trained on

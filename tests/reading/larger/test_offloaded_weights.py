@@ -123,7 +123,7 @@ def test_the_check_reads_offloaded_weights_twice(family: str, dtype: torch.dtype
         scorer = TokenScorer(model, chunk=CHUNK)
     assert 2 * size <= sum(read) <= 2.02 * size + 2 * head
     assert scorer.by_layer
-    assert (scorer.reader.finish, scorer.reader.windows) == (plain.finish, plain.windows)
+    assert (scorer.reader.scales_logits, scorer.reader.windows) == (plain.scales_logits, plain.windows)
 
 
 @pytest.mark.parametrize("of_type", NOT_BY_LAYER)

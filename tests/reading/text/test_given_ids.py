@@ -16,9 +16,9 @@ from transformers import BatchEncoding
 import rope_ext_hf as rope
 from rope_ext_hf.eval import Passkey, measure, perplexity
 from rope_ext_hf.reading.protocols import PROTOCOLS
-from rope_ext_hf.reading.spans import text_of, tokenize
 from rope_ext_hf.reading.text.documents import Document
 from rope_ext_hf.reading.text.load import load
+from rope_ext_hf.reading.text.tokenizing import text_of, tokenize
 from tests.reading.text.test_token_bytes import TEXTS, TOKENIZERS, built
 from tests.support.byte_tokenizers import TEMPLATES, VOCABULARY, byte_tokenizer
 from tests.support.models import build

@@ -202,7 +202,7 @@ def test_options_in_the_name_and_apart_are_the_same(tmp_path: Path) -> None:
 def test_a_column_of_token_ids(tmp_path: Path, kind: str) -> None:
     from transformers import AutoTokenizer
 
-    from rope_ext_hf.reading.spans import tokenize
+    from rope_ext_hf.reading.text.tokenizing import tokenize
     from rope_ext_hf.reference import path
 
     tokenizer = AutoTokenizer.from_pretrained(path())

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.documents import Document
 from rope_ext_hf.reading.text.token_bytes import byte_ends
+from rope_ext_hf.reading.text.tokenizing import tokenize
 
 TEXTS = [
     "grün 漢字 😀👩‍👩‍👧 hello  world\n\t x",

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from transformers import ByT5Tokenizer, PerceiverTokenizer, PreTrainedTokenizerFast
 
-from rope_ext_hf.reading import spans
-from rope_ext_hf.reading.spans import make_plan, tokenize
-from rope_ext_hf.reading.text import token_bytes
+from rope_ext_hf.reading.spans import make_plan
+from rope_ext_hf.reading.text import token_bytes, tokenizing
 from rope_ext_hf.reading.text.documents import Document
 from rope_ext_hf.reading.text.token_bytes import byte_ends, tokenize_texts
+from rope_ext_hf.reading.text.tokenizing import tokenize
 from tests.reading.text.test_token_bytes import TOKENIZERS, built, byte_level
 
 TEXTS = ["Some words, and 42 more.\n\n  naïve façade 漢字 🙂 <s> </s> <|endoftext|>", "", " two  spaces", "ab" * 300]
@@ -23,7 +23,7 @@ def test_tokens_and_their_ends_are_those_of_the_tokenizer(
     name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = built(name)
-    monkeypatch.setattr(spans, "_TOKENIZED_AT_ONCE", at_once)
+    monkeypatch.setattr(tokenizing, "_TOKENIZED_AT_ONCE", at_once)
     documents = tokenize([Document(text[:5], text) for text in TEXTS], tokenizer)
     for document, text in zip(documents, TEXTS, strict=True):
         assert document.name == text[:5]
@@ -79,7 +79,7 @@ def test_only_the_ends_of_documents_that_are_read_are_found(monkeypatch: pytest.
         searched.append(text)
         return spelled_ends(text, tokens)
 
-    monkeypatch.setattr(spans, "spelled_ends", counted)
+    monkeypatch.setattr(tokenizing, "spelled_ends", counted)
     texts = [f"{index} {'some words ' * 40}" for index in range(8)]
     plan = make_plan(tokenize([Document(text[0], text) for text in texts], tokenizer), lengths=[32], max_spans=2)
     assert not searched

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.eval import Passkey, measure, perplexity
-from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reading.text.documents import Document
+from rope_ext_hf.reading.text.tokenizing import tokenize
 from rope_ext_hf.reading.text.unknown_tokens import unknown_note
 from rope_ext_hf.runs.folder.folder import read_run
 from tests.reading.text.test_token_bytes import TOKENIZERS, built

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.reading.through.head_losses import Finishing, HeadLosses
+from rope_ext_hf.reading.through.head_losses import HeadLosses, LogitScaling
 from rope_ext_hf.tools.divergence.divergences import divergences
 from tests.support.dispatch import LargestTensor
 
 VOCABULARY = 2600  # parts of 1,024 leave a rest
 TOKENS, HIDDEN = 40, 24
 FINISHINGS = {
-    "plain": Finishing(),
-    "soft cap": Finishing(cap=2.0),
-    "factor": Finishing(factor=0.25),
-    "divisor": Finishing(divisor=3.0),
+    "plain": LogitScaling(),
+    "soft cap": LogitScaling(cap=2.0),
+    "factor": LogitScaling(factor=0.25),
+    "divisor": LogitScaling(divisor=3.0),
 }
 
 
@@ -32,9 +32,9 @@ def linear(seed: int, *, bias: bool = False, vocabulary: int = VOCABULARY) -> nn
     return head
 
 
-def whole(head: nn.Module, finishing: Finishing = FINISHINGS["plain"], head_bytes: int = 1) -> HeadLosses:
+def whole(head: nn.Module, scaling: LogitScaling = FINISHINGS["plain"], head_bytes: int = 1) -> HeadLosses:
     """A head with so little memory that the smallest parts are taken, by default."""
-    return HeadLosses(head, finishing, VOCABULARY, torch.float32, head_bytes)
+    return HeadLosses(head, scaling, VOCABULARY, torch.float32, head_bytes)
 
 
 def states(seed: int) -> Tensor:
@@ -47,7 +47,7 @@ def log_probabilities(head: HeadLosses, outputs: Tensor) -> Tensor:
     logits = outputs.double() @ module.weight.double().T
     if module.bias is not None:
         logits = logits + module.bias.double()
-    factor, divisor, cap = head.finishing
+    factor, divisor, cap = head.scaling
     logits = logits * (factor or 1.0) / (divisor or 1.0)
     if cap:
         logits = cap * torch.tanh(logits / cap)
@@ -65,13 +65,13 @@ def expected(p: Tensor, q: Tensor, targets: Tensor) -> Tensor:
 TARGETS = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(9))
 
 
-@pytest.mark.parametrize("finishing", FINISHINGS)
+@pytest.mark.parametrize("scaling", FINISHINGS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("head_bytes", [1, 10**9])
 @torch.inference_mode()
-def test_parts_of_the_vocabulary_give_what_the_whole_gives(finishing: str, bias: bool, head_bytes: int) -> None:
-    p = whole(linear(1, bias=bias), FINISHINGS[finishing], head_bytes)
-    q = whole(linear(2, bias=bias), FINISHINGS[finishing], head_bytes)
+def test_parts_of_the_vocabulary_give_what_the_whole_gives(scaling: str, bias: bool, head_bytes: int) -> None:
+    p = whole(linear(1, bias=bias), FINISHINGS[scaling], head_bytes)
+    q = whole(linear(2, bias=bias), FINISHINGS[scaling], head_bytes)
     found = divergences(p, states(3), q, states(4), TARGETS)
     right = expected(log_probabilities(p, states(3)), log_probabilities(q, states(4)), TARGETS)
     torch.testing.assert_close(found.double(), right, atol=2e-5, rtol=2e-6)
@@ -96,7 +96,7 @@ def test_a_head_that_is_more_than_a_layer_runs_whole() -> None:
     q = whole(Scaled(doubled))
     found = divergences(p, states(3), q, states(4), TARGETS)
     right = expected(
-        log_probabilities(p, states(3)), log_probabilities(whole(doubled, Finishing(factor=2.0)), states(4)), TARGETS
+        log_probabilities(p, states(3)), log_probabilities(whole(doubled, LogitScaling(factor=2.0)), states(4)), TARGETS
     )
     torch.testing.assert_close(found.double(), right, atol=3e-5, rtol=2e-6)
 

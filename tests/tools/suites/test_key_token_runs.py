@@ -27,8 +27,9 @@ from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
 from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.scorer import TokenScorer
-from rope_ext_hf.reading.spans import Setting, tokenize
+from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reading.text.documents import Document, Tokens
+from rope_ext_hf.reading.text.tokenizing import tokenize
 from rope_ext_hf.reference import path as reference
 from rope_ext_hf.runs.folder.folder import read_run
 from rope_ext_hf.tools.suites.key_tokens import (

@@ -25,8 +25,9 @@ from rope_ext_hf.errors import CorpusError, FileError, MethodError, UnsupportedM
 from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
 from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns, Result
 from rope_ext_hf.files.whole import json_text
-from rope_ext_hf.reading.spans import Setting, tokenize
+from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reading.text.documents import Document
+from rope_ext_hf.reading.text.tokenizing import tokenize
 from rope_ext_hf.reference import path as reference
 from rope_ext_hf.runs.conclusions.statistics import estimate_share, estimate_share_change
 from rope_ext_hf.runs.conclusions.verdicts import Outcome

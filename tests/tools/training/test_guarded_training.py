@@ -11,8 +11,8 @@ from torch.nn import functional
 from transformers import TrainerState, TrainingArguments
 
 import rope_ext_hf as rope
-from rope_ext_hf.reading.spans import prefix_tokens, tokenize
 from rope_ext_hf.reading.text.documents import Document
+from rope_ext_hf.reading.text.tokenizing import prefix_tokens, tokenize
 from rope_ext_hf.tools.training.finetuning_options import Finetuning
 from rope_ext_hf.tools.training.guarded_training import Budget, Clock, Rows, find_checkpoint, train
 from tests.support.byte_tokenizers import SPECIAL, TEMPLATES, byte_tokenizer
