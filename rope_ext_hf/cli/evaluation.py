@@ -1,9 +1,11 @@
 """The commands that measure at which lengths a model reads well: `ppl`, `sweep`, `passkey`, `report`.
 
 `Prepared` holds the steps that all of them share: plan, check that the model fits into memory, measure, print. The plan
-cuts the tokenised text into spans (reading/spans.py) by a protocol (reading/protocols.py). The loop over methods,
-documents and spans is `measure_methods` (runs/loop.py). For each span `PerplexityMeasurement`
-(eval/spans/perplexity_measurement.py) gets the losses of its tokens from `TokenScorer` (reading/scorer.py). The
+cuts the tokenised text into spans (reading/spans.py) by a protocol (reading/protocols.py): by default `matched`, where
+the last tokens of each stretch of the longest length are scored at every length. The loop over methods, documents and
+spans is `measure_methods` (runs/loop.py). For each span `PerplexityMeasurement` (eval/spans/perplexity_measurement.py)
+gets the losses of its tokens from `TokenScorer` (reading/scorer.py), which computes them from the outputs of the
+decoder with `HeadLosses.losses` (reading/through/head_losses.py): logsumexp of the logits, less that of the token. The
 perplexity of a length is exp(sum of losses / number of tokens) over all documents: in tables by `Measure`
 (runs/conclusions/measures.py), in files by `PerplexityRuns.result` (eval/spans/perplexity_runs.py).
 """

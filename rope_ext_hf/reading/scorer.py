@@ -11,7 +11,8 @@
 | one forward of the model (`whole_reader.whole_logits`) | where these give other logits | the model's own |
 
 The first two are tried on a few tokens (`chunk_check`) against the logits of an ordinary forward. Both give outputs of
-the decoder; `head_losses` makes losses of them, a part of the tokens or of the vocabulary at a time.
+the decoder, and that at a position predicts the next token. `head_losses` makes losses of them, a part of the tokens or
+of the vocabulary at a time.
 """
 
 from __future__ import annotations
