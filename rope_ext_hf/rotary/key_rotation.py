@@ -86,6 +86,8 @@ class KeyRotation:
         Returns:
             New memory, in the shape and dtype of `keys`.
         """
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return self._apply_in_graph(keys, layout)
         if can_fuse(keys):
             return self.apply_fused(keys, layout)
         start, pairs = layout.start, layout.dim // 2
@@ -119,6 +121,21 @@ class KeyRotation:
             to_x.copy_((x * cos).addcmul_(y, sin, value=-1))
             to_y.copy_((y * cos).addcmul_(x, sin))
         return out
+
+    def _apply_in_graph(self, keys: Tensor, layout: KeyLayout) -> Tensor:
+        """Do the same as `apply` in operations that torch.compile fuses: none writes into a part of a tensor."""
+        start, stop, pairs = layout.start, layout.start + layout.dim, layout.dim // 2
+        wide = keys[..., start:stop].to(torch.promote_types(keys.dtype, self.cos.dtype))
+        half = layout.pairing == "half"
+        x, y = (wide[..., :pairs], wide[..., pairs:]) if half else (wide[..., 0::2], wide[..., 1::2])
+        cos, sin = self._signed(layout)
+        turned = x * cos - y * sin, y * cos + x * sin
+        rotated = torch.cat(turned, dim=-1) if half else torch.stack(turned, dim=-1).flatten(-2)
+        rotated = rotated.to(keys.dtype)
+        if layout.dim == keys.shape[-1]:
+            return rotated
+        before, after = (part.expand(*rotated.shape[:-1], -1) for part in (keys[..., :start], keys[..., stop:]))
+        return torch.cat((before, rotated, after), dim=-1)
 
     def apply_fused(self, keys: Tensor, layout: KeyLayout, *, in_place: int = 0) -> Tensor:
         """Return rotated copies of keys, as `apply` does, by a Triton kernel.

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable, ScoreModifiers, TokenPositions
+from rope_ext_hf.attention.static_step import StaticStep, attend_step
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import frequencies, method_from_dict
@@ -149,9 +150,13 @@ def attend_and_definition(
     sliding: int | None = None,
     gone: int = 0,
     needs_grad: bool = False,
+    places: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Results of `attend` and of the definition, padding left out; pads: padding before the first token of each row."""
+    """Results of `attend` and of the definition, padding left out; pads: padding before the first token of each row.
+
+    places: those of a static cache, for `attend_step` in place of `attend`; what stands after the keys is large.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = len(pads)
 
@@ -175,16 +180,19 @@ def attend_and_definition(
     extras = ScoreModifiers(
         softcap=more.get("cap"), sinks=more.get("sinks"), mask=None if mask is None else mask[None, None]
     )
-    actual = attend(
-        rule,
-        Rotation(RotationTable(inv_freq), KeyLayout("half", 0, dim)),
-        call,
+    rotation = Rotation(RotationTable(inv_freq), KeyLayout("half", 0, dim))
+    qkv = (
         rotate_to(q, stored[..., count - tokens :], dim, THETA).to(dtype).requires_grad_(needs_grad),
         rotate_to(k, stored, dim, THETA).to(dtype)[:, :, gone:],
         v.to(dtype)[:, :, gone:],
-        head_dim**-0.5,
-        extras,
     )
+    if places is None:
+        actual = attend(rule, rotation, call, *qkv, head_dim**-0.5, extras)
+    else:
+        positions = torch.arange(places) - torch.tensor(pads)[:, None]
+        step = StaticStep(torch.tensor(count - 1), keys[:, count - tokens :], positions)
+        rest = [nn.functional.pad(x, (0, 0, 0, places - count), value=50.0) for x in qkv[1:]]
+        actual = attend_step(rule, rotation, step, qkv[0], *rest, head_dim**-0.5, extras)
     parts, expected = [], []
     for r, pad in enumerate(pads):
         real = min(tokens, count - pad)

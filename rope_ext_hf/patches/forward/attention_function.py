@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import Rotation, RowGroup, ScoreModifiers, TokenPositions, pick_rows
+from rope_ext_hf.attention.static_step import StaticStep, attend_step
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import AttentionRule, RemappingMethod
@@ -57,6 +58,8 @@ def remapped_attention(
         )
     # In a backward with gradient checkpoints, attention runs again when its forward has long ended.
     call: ForwardCall | None = kwargs.pop(CALL_KWARG, None) or current_call()
+    if call is not None and call.static_step is not None:
+        return _attend_in_static_step(layer, call.static_step, query, key, value, attention_mask, **kwargs), None
     if call is None or call.token_positions is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} ran outside a forward of its decoder, so the positions of its tokens are not "
@@ -74,6 +77,27 @@ def remapped_attention(
         operator = torch.ops.rope_ext_hf.remapped_attention
         return operator(query, key, value, mask, *modifiers, kwargs.get("dropout", 0.0)), None
     return _attend_in_call(module, call, mask, query, key, value, **kwargs), None
+
+
+def _attend_in_static_step(
+    layer: Layer,
+    step: StaticStep,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return the output of one attention module for a new token per row, (rows, 1, heads, head_dim of the values)."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mask = mask if mask is not None and mask.ndim == 4 else None
+    modifiers = ScoreModifiers(softcap, s_aux, mask)
+    out = attend_step(layer.rule, layer.rotation, step, query, key, value, scale, modifiers)
+    return out.transpose(1, 2).contiguous()
 
 
 def _attend_in_call(module: nn.Module, call: ForwardCall, mask: Tensor | None, *qkv: Tensor, **kwargs: Any) -> Tensor:
@@ -280,6 +304,9 @@ def _remapped_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
     if kwargs.get("mask_function") is causal_mask_function or is_sliding(kwargs):
         mask: Tensor | None = kwargs.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and mask.shape[1] < kwargs["kv_length"]:
+            # A static cache has empty places after the tokens. A mask of one shape at every step is compiled once.
+            mask = nn.functional.pad(mask, (0, kwargs["kv_length"] - mask.shape[1]), value=True)
         return mask
     whole: Tensor | None = sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
     return whole

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import RowGroup, TokenPositions
+from rope_ext_hf.attention.static_step import StaticStep
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.models.decoder_arguments import arguments, cache_argument, new_tokens, past_length
 from rope_ext_hf.rotary.cache_memory import CachedRows, CacheMemory
@@ -55,6 +56,7 @@ class ForwardCall(ModuleCall):
         padding_mask: (rows, past + tokens) bool, False where a key is padding; None: the call has none.
         prepared_mask: the call has a mask that does not tell which tokens are padding.
         token_positions: the positions of all tokens; this and the next four attributes are for remapping methods.
+        static_step: the positions in a compiled forward of one token onto a static cache, in place of the former.
         packed: a row holds several inputs one after the other.
         layers: the attention modules by their index, by which compiled code names them.
         row_groups: the rows by the rule of their length, where a method has one for each length.
@@ -72,6 +74,7 @@ class ForwardCall(ModuleCall):
     padding_mask: Tensor | None = None
     prepared_mask: bool = False
     token_positions: TokenPositions | None = None
+    static_step: StaticStep | None = None
     packed: bool = False
     layers: dict[int, nn.Module] = field(default_factory=dict)
     row_groups: tuple[RowGroup, ...] = ()

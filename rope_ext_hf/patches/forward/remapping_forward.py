@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from rope_ext_hf.attention.rules import RowGroup
+from rope_ext_hf.attention.static_step import can_step
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.weights_at_hand import on_meta_device
@@ -34,7 +35,7 @@ from rope_ext_hf.patches.forward.attention_interface import (
 from rope_ext_hf.patches.forward.attention_probe import probe_layers
 from rope_ext_hf.patches.forward.forward_call import CALL_KWARG, ForwardCall
 from rope_ext_hf.patches.forward.patched_forward import DecoderForward
-from rope_ext_hf.patches.forward.token_positions import place_tokens
+from rope_ext_hf.patches.forward.token_positions import has_static_places, place_step, place_tokens
 from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding
 from rope_ext_hf.patches.slots.slot_finding import find_slots
 from rope_ext_hf.rotary.cache_memory import CacheMemory, recall
@@ -61,9 +62,25 @@ class RemappingForward(DecoderForward):
         """Find the attention modules; those of a decoder without weights are looked up in its first forward."""
         self._look_up_layers()
 
-    @graph_break  # it branches on the values of tensors
     def begin(self, call: ForwardCall, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Work out the positions of all tokens, and pass them on to the attention modules inside."""
+        if call.compiled and self._is_static_step(call):
+            memory = recall(call.cache, self.origin())
+            if memory.in_order or call.kwargs.get("attention_mask") is not None:
+                _check_attention(self.module, kwargs)
+                call.memory, call.static_step = memory, place_step(call)
+                return kwargs
+        return graph_break(self._begin)(call, kwargs)  # it branches on the values of tensors
+
+    def _is_static_step(self, call: ForwardCall) -> bool:
+        """Return whether a compiled call can be one graph at every step: one token per row onto a static cache."""
+        if torch.compiler.is_exporting() or torch.is_grad_enabled() or not self.layers:
+            return False
+        rules = [module.__dict__[LAYER_ATTRIBUTE].rule for module in self.layers.values()]
+        return has_static_places(call) and all(can_step(rule, call.cache.layers[0].max_cache_len) for rule in rules)
+
+    def _begin(self, call: ForwardCall, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Do the same as `begin` for any call, uncompiled."""
         if PROBE_RECORDS.get() is not None:  # a forward of attention_probe, with attention of its own
             return kwargs
         self._look_up_layers()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import TokenPositions
+from rope_ext_hf.attention.static_step import StaticStep
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.forward.forward_call import ForwardCall
 from rope_ext_hf.rotary.row_lengths import several_inputs
@@ -16,6 +17,7 @@ _NOT_CONTINUED = (
     "position_ids do not continue the positions of the keys in the cache: pass those of the new tokens, each one more "
     "than the one before"
 )
+_NOT_AT_THE_BEGINNING = "compiled steps of a remapping method take padding at the beginning of a row alone"
 
 
 def place_tokens(call: ForwardCall) -> TokenPositions:
@@ -52,6 +54,42 @@ def place_tokens(call: ForwardCall) -> TokenPositions:
         padded = shifted >= 0 if bool(padding.any()) else None
         return TokenPositions(positions, shifted.clamp(min=0), tuple(padding.tolist()), padded)
     return TokenPositions(positions, shifted, None, keys.key_mask)
+
+
+def has_static_places(call: ForwardCall) -> bool:
+    """Return whether a call reads one token per row onto a static cache whose layers hold all keys at fixed places.
+
+    The padding mask of such a call has a value for each place, or there is none.
+    """
+    from transformers.cache_utils import StaticLayer
+
+    layers, mask = call.cache.layers if call.cache is not None else [], call.kwargs.get("attention_mask")
+    if call.new_tokens.shape[1] != 1 or not layers or not all(type(layer) is StaticLayer for layer in layers):
+        return False
+    if not isinstance(getattr(layers[0], "cumulative_length", None), Tensor):  # in 5.0
+        return False
+    positions = call.kwargs.get("position_ids")
+    if positions is None or positions.ndim != 2 or positions.is_floating_point():
+        return False
+    return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == layers[0].max_cache_len)
+
+
+def place_step(call: ForwardCall) -> StaticStep:
+    """Return the positions of a call for which `has_static_places` is true, without a look at values.
+
+    Keys stand before the new tokens, one position apart, after the padding that a row begins with. The device checks
+    that there is no other padding, and that the positions count the tokens.
+    """
+    layer, mask, device = call.cache.layers[0], call.kwargs.get("attention_mask"), call.new_tokens.device
+    place, positions = layer.cumulative_length.to(device).clone(), call.kwargs["position_ids"].to(device)
+    places = torch.arange(layer.max_cache_len, device=device)[None]
+    padding = torch.zeros((), dtype=torch.int64, device=device)
+    if mask is not None:
+        padded = (mask.to(device) == 0) & (places < place)
+        padding = padded.sum(-1, keepdim=True)
+        torch._assert_async((padded == (places < padding)).all(), _NOT_AT_THE_BEGINNING)
+    torch._assert_async((positions == place - padding).all(), _NOT_CONTINUED)
+    return StaticStep(place, positions, places - padding)
 
 
 def _checked_positions(call: ForwardCall) -> Tensor | None:

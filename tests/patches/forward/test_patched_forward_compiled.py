@@ -121,6 +121,67 @@ def test_generate_compiles_by_itself_into_few_graphs(which: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("which", ["yarn", "dca", "self-extend", "rerope"])
+@pytest.mark.parametrize("padding", [(0,), (0, 9)], ids=["one row", "padded rows"])
+def test_one_graph_serves_every_step_onto_a_static_cache(which: str, padding: tuple[int, ...]) -> None:
+    """No graph ends before the step does, so that `mode="reduce-overhead"` repeats the whole of it."""
+    from torch._dynamo.utils import counters
+    from transformers.generation.configuration_utils import CompileConfig
+
+    name, params, _ = METHODS[which]
+    graphs = Graphs()
+    model, ids = rope.patch(build("llama"), name, **params), tokens(PROMPT, batch=len(padding))
+    mask = (torch.arange(PROMPT) >= torch.tensor(padding)[:, None]).long()
+    options = {"max_new_tokens": 65, "min_new_tokens": 65, "do_sample": False, "pad_token_id": 0}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(ids, attention_mask=mask, **options)
+    counters.clear()
+    config = CompileConfig(backend=lambda *given: graphs(*given), mode=None)
+    config._compile_all_devices = True
+    actual = model.generate(ids, attention_mask=mask, cache_implementation="static", compile_config=config, **options)
+    torch.testing.assert_close(torch.stack(actual.logits), torch.stack(expected.logits), atol=1e-4, rtol=0)
+    assert (graphs.count, dict(counters["graph_break"])) == (1, {})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name not in ("cohere", "gpt_oss")))
+        for name in ("cohere", "gpt_neox", "phi3", "deepseek_v3", "gemma2", "gpt_oss")
+    ],
+)
+def test_steps_of_other_families_give_the_logits_of_eager_ones(family: str) -> None:
+    """Interleaved pairs, a part of the dims, latent attention; and layers with windows, which are left to tiles."""
+    model, ids = rope.patch(build(family), "self-extend", group=4, window=16), tokens(PROMPT + 4)
+    compiled: Any = torch.compile(model, backend="eager")
+    caches = [transformers.StaticCache(config=model.config, max_cache_len=PROMPT + 8) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids[:, :PROMPT], past_key_values=cache)
+        for at in range(PROMPT, PROMPT + 4):
+            step = {"input_ids": ids[:, at : at + 1], "position_ids": torch.tensor([[at]])}
+            actual, expected = (
+                run(**step, past_key_values=cache).logits for run, cache in zip((compiled, model), caches, strict=True)
+            )
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_step_refuses_positions_that_do_not_continue() -> None:
+    model, ids = rope.patch(build("llama"), "dca", chunk=48, window=16), tokens(PROMPT + 1)
+    compiled: Any = torch.compile(model, backend="eager")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=PROMPT + 8)
+    with torch.no_grad():
+        model(ids[:, :PROMPT], past_key_values=cache)
+        with pytest.raises(RuntimeError, match="position_ids do not continue"):
+            compiled(ids[:, PROMPT:], position_ids=torch.tensor([[5]]), past_key_values=cache)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 def test_one_operator_stands_for_the_attention_of_a_remapping_method() -> None:
     """Its tag has CUDA graphs leave it out. The forward has padding and no cache."""
     model, ids = rope.patch(build("llama"), "self-extend", group=4, window=16), tokens(PROMPT, batch=2)
