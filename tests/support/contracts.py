@@ -191,8 +191,8 @@ def attend_and_definition(
     else:
         positions = torch.arange(places) - torch.tensor(pads)[:, None]
         step = StaticStep(torch.tensor(count - 1), keys[:, count - tokens :], positions)
-        rest = [nn.functional.pad(x, (0, 0, 0, places - count), value=50.0) for x in qkv[1:]]
-        actual = attend_step(rule, rotation, step, qkv[0], *rest, head_dim**-0.5, extras)
+        key, value = (nn.functional.pad(x, (0, 0, 0, places - count), value=50.0) for x in qkv[1:])
+        actual = attend_step(rule, rotation, step, qkv[0], key, value, head_dim**-0.5, extras)
     parts, expected = [], []
     for r, pad in enumerate(pads):
         real = min(tokens, count - pad)
