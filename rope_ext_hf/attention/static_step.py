@@ -67,7 +67,7 @@ def attend_step(
         query: (rows, heads, 1, head_dim), rotated to `rule.stored_position`, as the keys are.
         key, value: (rows, kv_heads, places, head_dim).
         scale: the factor of scores.
-        modifiers: the softcap and the sinks; other modifiers are not applied.
+        modifiers: the softcap, the sinks and the mask; a step has no dropout and no bias.
 
     Returns:
         (rows, heads, 1, head_dim of value) in value's dtype.
@@ -78,14 +78,18 @@ def attend_step(
     temperature = rule.query_scale(m)
     if temperature is not None:
         query = query * temperature.reshape(-1, 1, 1, 1).to(query.dtype)
-    places = key.shape[-2]
+    places, mask = key.shape[-2], modifiers.mask
     (_, near), *far = rule.zone_distances(places)
     zones, seen = rule.zone(m, n), (n >= 0) & (n <= m)
+    if mask is not None and mask.dtype == torch.bool:
+        seen, mask = seen & mask[:, 0, 0, :places], None
 
-    def scores_of(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+    def scores_of(queries: Tensor, keys: Tensor, visible: Tensor, added: Tensor | None) -> Tensor:
         scores = query_key_product(queries, keys, scale)
         if modifiers.softcap is not None:
             scores = torch.tanh(scores / modifiers.softcap) * modifiers.softcap
+        if added is not None:
+            scores = scores + added
         return scores.masked_fill(~visible.unsqueeze(1).unsqueeze(1), torch.finfo(scores.dtype).min)
 
     parts, values = [], []
@@ -96,7 +100,7 @@ def attend_step(
         visible = (last >= 0) & seen.index_select(1, index) & (zones.index_select(1, index) == 0)
         keys = _rotated(rotation, rule.stored_position(n_near), RemappedPosition(n_near), key.index_select(2, index))
         own = _rotated(rotation, rule.stored_position(m), RemappedPosition(m), query)
-        parts.append(scores_of(own, keys, visible))
+        parts.append(scores_of(own, keys, visible, None if mask is None else mask.index_select(-1, index)))
         values.append(value.index_select(2, index))
     scores = None
     for zone in range(bool(values), 1 + len(far)):
@@ -106,7 +110,7 @@ def attend_step(
         elif rule.local_zone_exact:  # a rule of one zone
             at_zone = _rotated(rotation, rule.stored_position(m), RemappedPosition(m), query)
             key = _rotated(rotation, rule.stored_position(n), RemappedPosition(n), key)
-        of_zone = scores_of(at_zone, key, seen & (zones == zone))
+        of_zone = scores_of(at_zone, key, seen & (zones == zone), None if mask is None else mask[..., :places])
         scores = of_zone if scores is None else torch.maximum(scores, of_zone)  # each pair is seen in one zone
     if scores is not None:
         parts.append(scores)

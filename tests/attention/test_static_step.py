@@ -47,6 +47,14 @@ def test_what_families_and_padding_do(method: RemappingMethod, more: dict[str, A
     assert_close(*attend_and_definition(method, 1, 150, pads=(0, 7, 90), places=200, **more))
 
 
+@pytest.mark.parametrize("method", EACH, ids=lambda method: method.name)
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+def test_a_mask_of_the_model_itself(method: RemappingMethod, kind: torch.dtype) -> None:
+    draws = torch.rand(1, 150, generator=torch.Generator().manual_seed(0))
+    mask = draws < 0.6 if kind == torch.bool else -4 * draws
+    assert_close(*attend_and_definition(method, 1, 150, places=170, mask=mask))
+
+
 @pytest.mark.parametrize(
     "method",
     [

@@ -192,6 +192,8 @@ def attend_and_definition(
         positions = torch.arange(places) - torch.tensor(pads)[:, None]
         step = StaticStep(torch.tensor(count - 1), keys[:, count - tokens :], positions)
         key, value = (nn.functional.pad(x, (0, 0, 0, places - count), value=50.0) for x in qkv[1:])
+        if extras.mask is not None:
+            extras = extras._replace(mask=nn.functional.pad(extras.mask, (0, places - count)))
         actual = attend_step(rule, rotation, step, qkv[0], key, value, head_dim**-0.5, extras)
     parts, expected = [], []
     for r, pad in enumerate(pads):

@@ -58,8 +58,9 @@ def remapped_attention(
         )
     # In a backward with gradient checkpoints, attention runs again when its forward has long ended.
     call: ForwardCall | None = kwargs.pop(CALL_KWARG, None) or current_call()
+    mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
     if call is not None and call.static_step is not None:
-        return _attend_in_static_step(layer, call.static_step, query, key, value, attention_mask, **kwargs), None
+        return attend_from_kwargs(layer.rule, layer.rotation, call.static_step, query, key, value, mask, **kwargs)
     if call is None or call.token_positions is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} ran outside a forward of its decoder, so the positions of its tokens are not "
@@ -67,7 +68,6 @@ def remapped_attention(
             "one that you replace; with gradient checkpointing, use a model family whose layers pass keyword "
             "arguments on to their attention"
         )
-    mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
     # Compiled code calls this computation as one operator, into which the compiler does not look: the sizes of its
     # tiles change at every step, so it would be compiled again for each length. With gradients it is traced instead,
     # because the operator has no backward; and when exporting, because an exported program must contain the computation
@@ -77,27 +77,6 @@ def remapped_attention(
         operator = torch.ops.rope_ext_hf.remapped_attention
         return operator(query, key, value, mask, *modifiers, kwargs.get("dropout", 0.0)), None
     return _attend_in_call(module, call, mask, query, key, value, **kwargs), None
-
-
-def _attend_in_static_step(
-    layer: Layer,
-    step: StaticStep,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Return the output of one attention module for a new token per row, (rows, 1, heads, head_dim of the values)."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mask = mask if mask is not None and mask.ndim == 4 else None
-    modifiers = ScoreModifiers(softcap, s_aux, mask)
-    out = attend_step(layer.rule, layer.rotation, step, query, key, value, scale, modifiers)
-    return out.transpose(1, 2).contiguous()
 
 
 def _attend_in_call(module: nn.Module, call: ForwardCall, mask: Tensor | None, *qkv: Tensor, **kwargs: Any) -> Tensor:
@@ -255,7 +234,7 @@ def _register_operator() -> None:
 def attend_from_kwargs(
     rule: AttentionRule,
     rotation: Rotation | None,
-    positions: TokenPositions,
+    positions: TokenPositions | StaticStep,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -273,7 +252,7 @@ def attend_from_kwargs(
     Args:
         rule: the keys that a query sees, and at which relative positions.
         rotation: how the module rotates; None: it does not.
-        positions: the positions of all tokens of the rows.
+        positions: the positions of all tokens of the rows; or those of a step onto a static cache.
         query: (rows, heads, tokens, head_dim).
         key, value: (rows, key heads, past + tokens, head_dim).
         mask: True, or 0 to add, where a key is seen; None: the rule and the positions say all.
@@ -286,6 +265,10 @@ def attend_from_kwargs(
         (rows, tokens, heads, head_dim of the values), and None in the place of attention weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(positions, StaticStep):
+        modifiers = ScoreModifiers(softcap, s_aux, mask, dropout)
+        step_out = attend_step(rule, rotation, positions, query, key, value, scale, modifiers)
+        return step_out.transpose(1, 2).contiguous(), None
     in_order = positions.left_padding is not None  # else a distance may exceed the number of keys
     bias = rule.score_bias(query.shape[1], positions.total if in_order else UNBOUNDED)
     modifiers = ScoreModifiers(softcap, s_aux, mask, dropout, bias)
