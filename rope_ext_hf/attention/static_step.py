@@ -16,7 +16,7 @@ from rope_ext_hf.attention.blockwise import query_key_product
 from rope_ext_hf.attention.rules import Rotation, ScoreModifiers
 from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition, RemappingMethod
 
-MOST_ZONES = 4
+_MOST_ZONES = 4
 """The most zones of a rule whose far zones all score every key; with more, tiles take less time."""
 
 
@@ -45,7 +45,7 @@ def can_step(rule: AttentionRule, places: int) -> bool:
         return False
     if isinstance(rule, RemappingMethod) and not rule.moves_keys:  # it adds a bias to scores
         return False
-    return len(rule.zone_distances(places)) <= MOST_ZONES
+    return len(rule.zone_distances(places)) <= _MOST_ZONES
 
 
 def attend_step(

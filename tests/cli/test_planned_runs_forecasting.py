@@ -9,9 +9,8 @@ import pytest
 from rope_ext_hf.cli import planned_runs as forecasting
 from rope_ext_hf.eval.measurement_options import Passkey, Perplexity
 from rope_ext_hf.options.method_choice import MethodChoice
-from rope_ext_hf.reading import spans
 from rope_ext_hf.reading.protocols import PROTOCOLS
-from rope_ext_hf.reading.text import token_bytes as tokenizing
+from rope_ext_hf.reading.text import token_bytes, tokenizing
 from rope_ext_hf.reading.text.documents import Document
 from tests.reading.text.test_token_bytes import byte_level
 from tests.support.models import build
@@ -27,9 +26,9 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counting(tokenizer: Any, texts: Any) -> Any:
         sizes.extend(map(len, texts))
-        return tokenizing.tokenize_texts(tokenizer, texts)
+        return token_bytes.tokenize_texts(tokenizer, texts)
 
-    monkeypatch.setattr(spans, "tokenize_texts", counting)
+    monkeypatch.setattr(tokenizing, "tokenize_texts", counting)
     return sizes
 
 

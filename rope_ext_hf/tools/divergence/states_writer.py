@@ -112,7 +112,7 @@ class StatesWriter:
             "text": text,
             "tokens": tokens_digest(plan.prefix, read),
             "names": names,
-            "scaling": scaling._asdict(),
+            "finishing": scaling._asdict(),
         }
         write_text(self._folder / DESCRIPTION, json.dumps(described, indent=1) + "\n")
 

@@ -141,7 +141,7 @@ class StoredStates:
             if info is None or info.shape != (count, hidden) or info.dtype not in _FLOATS:
                 raise _damaged(file.file.path, f"it does not hold {count:,} states of {hidden:,} numbers")
             files[place] = file
-        scaling = LogitScaling(**described["scaling"])
+        scaling = LogitScaling(**described["finishing"])
         return cls(
             run.select([method]),
             method,
@@ -220,7 +220,7 @@ def _description(path: Path) -> dict[str, Any]:
         number = described["format"]
         if type(number) is int and number > FORMAT:
             raise FileError(f"{str(path)!r} is of a later version of this package; update rope-ext-hf")
-        scaling = described["scaling"]
+        scaling = described["finishing"]
         right = all(isinstance(described[key], str) for key in ("text", "tokens", "names"))
         right = right and type(number) is int and scaling.keys() == set(LogitScaling._fields)
         if not right or not all(value is None or type(value) in (int, float) for value in scaling.values()):

@@ -15,7 +15,7 @@ from tests.support.dispatch import LargestTensor
 
 VOCABULARY = 2600  # parts of 1,024 leave a rest
 TOKENS, HIDDEN = 40, 24
-FINISHINGS = {
+SCALINGS = {
     "plain": LogitScaling(),
     "soft cap": LogitScaling(cap=2.0),
     "factor": LogitScaling(factor=0.25),
@@ -32,7 +32,7 @@ def linear(seed: int, *, bias: bool = False, vocabulary: int = VOCABULARY) -> nn
     return head
 
 
-def whole(head: nn.Module, scaling: LogitScaling = FINISHINGS["plain"], head_bytes: int = 1) -> HeadLosses:
+def whole(head: nn.Module, scaling: LogitScaling = SCALINGS["plain"], head_bytes: int = 1) -> HeadLosses:
     """A head with so little memory that the smallest parts are taken, by default."""
     return HeadLosses(head, scaling, VOCABULARY, torch.float32, head_bytes)
 
@@ -65,13 +65,13 @@ def expected(p: Tensor, q: Tensor, targets: Tensor) -> Tensor:
 TARGETS = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(9))
 
 
-@pytest.mark.parametrize("scaling", FINISHINGS)
+@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("head_bytes", [1, 10**9])
 @torch.inference_mode()
 def test_parts_of_the_vocabulary_give_what_the_whole_gives(scaling: str, bias: bool, head_bytes: int) -> None:
-    p = whole(linear(1, bias=bias), FINISHINGS[scaling], head_bytes)
-    q = whole(linear(2, bias=bias), FINISHINGS[scaling], head_bytes)
+    p = whole(linear(1, bias=bias), SCALINGS[scaling], head_bytes)
+    q = whole(linear(2, bias=bias), SCALINGS[scaling], head_bytes)
     found = divergences(p, states(3), q, states(4), TARGETS)
     right = expected(log_probabilities(p, states(3)), log_probabilities(q, states(4)), TARGETS)
     torch.testing.assert_close(found.double(), right, atol=2e-5, rtol=2e-6)
