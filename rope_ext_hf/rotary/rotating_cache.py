@@ -81,8 +81,8 @@ def rotate_keys_on_read(layers: Layers, reading: ReadingRotation, new: int, *, i
         ) -> tuple[Tensor, Tensor]:
             states = [key_states, value_states]
             new_keys, device = states[rotated], key_states.device
-            stored = layer.values if layout.in_values else layer.keys
-            if returns_stored and can_fuse(new_keys) and can_fuse(stored):
+            # No name is given to the stored keys: it would keep them in memory beside those with the new ones.
+            if returns_stored and can_fuse(new_keys) and can_fuse(layer.values if layout.in_values else layer.keys):
                 # One launch instead of two: the new keys, stored unrotated, are rotated in the cache and returned as
                 # they came, while all others are returned rotated.
                 result = list(update(*states, *args, **kwargs))
