@@ -133,6 +133,14 @@ class TokenPositions:
         return int(self.key_positions.shape[-1])
 
     @cached_property
+    def is_counted(self) -> bool:
+        """Whether positions are known to count the tokens of each row, after padding at its beginning alone."""
+        if self.left_padding is None or self.counted is None:
+            return False
+        counts = self.counted * (len(self.left_padding) if len(self.counted) == 1 else 1)
+        return all(padding + count == self.total for padding, count in zip(self.left_padding, counts, strict=True))
+
+    @cached_property
     def max_joined(self) -> int:
         """The most queries in one kernel call that covers several tiles (blocks of keys) of the same queries.
 

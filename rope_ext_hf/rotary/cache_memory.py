@@ -100,6 +100,8 @@ class CacheMemory:
     of it."""
     follows: bool = False  # `rows` move with the rows of the cache
     in_order: bool = False  # the next position of every row is known to be its number of tokens
+    counted: bool = False
+    """The same after the padding that a row begins with; it is known to have no other padding."""
 
 
 def remember(cache: Any, memory: CacheMemory) -> None:
@@ -116,6 +118,12 @@ def remember(cache: Any, memory: CacheMemory) -> None:
 def forget(cache: Any) -> None:
     """Remove what is remembered with a cache, because the cache is filled anew."""
     vars(cache).pop(_MEMORY, None)
+
+
+def is_counted(cache: Any) -> bool:
+    """Return whether a cache is known to hold rows of one input each, with padding at their beginning alone."""
+    memory: CacheMemory | None = getattr(cache, _MEMORY, None)
+    return memory is not None and memory.counted
 
 
 def was_filled_by(cache: Any, origin: KeyOrigin) -> bool:

@@ -52,6 +52,8 @@ class StoredKeys(Tensor):
             out = _attend(*args, **(kwargs or {}))
             if out is not None:
                 return out
+        if func in _READ_MEMORY:
+            args, kwargs = tree_map_only(StoredKeys, lambda keys: keys.rotated, (args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -59,6 +61,19 @@ class StoredKeys(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = tree_map_only(StoredKeys, lambda keys: keys.rotated, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+_READ_MEMORY = {
+    Tensor.numpy,
+    Tensor.tolist,
+    Tensor.data_ptr,
+    Tensor.untyped_storage,
+    Tensor.share_memory_,
+    Tensor.__array__,
+    Tensor.__deepcopy__,
+    Tensor.__reduce_ex__,
+}
+"""Methods that read the memory of a tensor past torch's operators."""
 
 
 def _attend(
@@ -73,10 +88,13 @@ def _attend(
 ) -> Tensor | None:
     """Return the attention of the queries of one token, (rows, heads, queries, head_dim of value), tile by tile.
 
-    None: other tensors than the keys are still to be rotated, or weights are dropped. The arguments are those of
+    None: something else is asked for than one new token sees its keys as they are stored. The arguments are those of
     `scaled_dot_product_attention`; several queries in a row are those of heads that share a key.
     """
-    if type(key) is not StoredKeys or type(value) is not Tensor or type(query) is not Tensor or dropout_p or is_causal:
+    # Rotated keys that were read before may have been changed since.
+    if query.ndim != 4 or type(key) is not StoredKeys or "rotated" in vars(key):
+        return None
+    if type(value) is not Tensor or type(query) is not Tensor or dropout_p or is_causal:
         return None
     rows, heads, queries, dim = query.shape
     kv_heads, count = key.stored.shape[1], key.stored.shape[2]

@@ -58,5 +58,6 @@ class TiledRotation:
             part = (..., slice(first, first + stop - start), slice(None))
             inside = KeyRotation(self.inside.cos[part], self.inside.sin[part])
             rotated = inside.apply(keys[:, :, start:stop].float(), layout)
-            scores[..., start:stop] = of_tile[:, :, :, index] @ rotated.transpose(-1, -2)
+            with torch.autocast(query.device.type, enabled=False):
+                scores[..., start:stop] = of_tile[:, :, :, index] @ rotated.transpose(-1, -2)
         return scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,16 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "attention of two tokens": lambda keys: torch.nn.functional.scaled_dot_product_attention(
         draw(ROWS, KV_HEADS, 2, DIM), keys, draw(ROWS, KV_HEADS, COUNT, 8), is_causal=True
     ),
+    "numbers": lambda keys: torch.from_numpy(keys.numpy().copy()),
+    "a list of numbers": lambda keys: torch.tensor(keys.tolist()),
+    "a deep copy": lambda keys: copy.deepcopy(keys),
+    "shared memory": lambda keys: keys.share_memory_(),
+    "attention of rows without heads": lambda keys: torch.nn.functional.scaled_dot_product_attention(
+        draw(KV_HEADS, 1, DIM), keys[0], draw(KV_HEADS, COUNT, 8)
+    ),
+    "attention after a change": lambda keys: torch.nn.functional.scaled_dot_product_attention(
+        draw(ROWS, KV_HEADS, 1, DIM), keys.mul_(2.0), draw(ROWS, KV_HEADS, COUNT, 8)
+    ),
     "attention with dropout": lambda keys: torch.nn.functional.scaled_dot_product_attention(
         draw(ROWS, KV_HEADS, 1, DIM), keys, draw(ROWS, KV_HEADS, COUNT, 8), dropout_p=1e-9
     ),
@@ -125,8 +136,17 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 def test_everything_else_gets_rotated_keys(operation: Callable[[Any], Any]) -> None:
     keys, expected = stored_keys(draw(ROWS, KV_HEADS, COUNT, DIM), LAYOUTS[0], DynamicYarn())
     out = operation(keys)
-    assert type(out) is Tensor
     torch.testing.assert_close(out, operation(expected.float()), atol=2e-5, rtol=1e-5)
+
+
+def test_autocast_does_not_round_scores() -> None:
+    keys, expected_keys = stored_keys(draw(1, KV_HEADS, COUNT, DIM), LAYOUTS[0], DynamicYarn())
+    query = 3 * draw(1, KV_HEADS, 3, DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        tiled = keys.rotation.in_tiles(torch.device("cpu"), COUNT)
+        scores = tiled.scores(query, keys.stored, keys.key_layout, 1.0)
+    exact = query.double() @ expected_keys.transpose(-1, -2)
+    torch.testing.assert_close(scores.double(), exact, atol=1e-4, rtol=0)
 
 
 def test_its_form_is_that_of_the_stored_keys() -> None:

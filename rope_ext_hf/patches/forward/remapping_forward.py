@@ -65,11 +65,10 @@ class RemappingForward(DecoderForward):
     def begin(self, call: ForwardCall, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Work out the positions of all tokens, and pass them on to the attention modules inside."""
         if call.compiled and self._is_static_step(call):
-            memory = recall(call.cache, self.origin())
-            if memory.in_order or call.kwargs.get("attention_mask") is not None:
-                _check_attention(self.module, kwargs)
-                call.memory, call.static_step = memory, place_step(call)
-                return kwargs
+            call.memory = recall(call.cache, self.origin())
+            _check_attention(self.module, kwargs)
+            call.static_step = place_step(call)
+            return kwargs
         return graph_break(self._begin)(call, kwargs)  # it branches on the values of tensors
 
     def _is_static_step(self, call: ForwardCall) -> bool:
@@ -96,6 +95,7 @@ class RemappingForward(DecoderForward):
             call.memory = CacheMemory(self.origin(), packed=call.packed)
         no_padding = positions.left_padding is not None and not any(positions.left_padding)
         call.memory.in_order = positions.key_mask is None and no_padding
+        call.memory.counted = positions.is_counted
         passed_on: dict[str, Any] = {}
         if self.passes_keywords_on:  # as a keyword the call survives until a checkpointed layer runs in the backward
             passed_on[CALL_KWARG] = call

@@ -11,6 +11,7 @@ from rope_ext_hf.attention.rules import TokenPositions
 from rope_ext_hf.attention.static_step import StaticStep
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.forward.forward_call import ForwardCall
+from rope_ext_hf.rotary.cache_memory import is_counted
 from rope_ext_hf.rotary.row_lengths import several_inputs
 
 _NOT_CONTINUED = (
@@ -59,7 +60,8 @@ def place_tokens(call: ForwardCall) -> TokenPositions:
 def has_static_places(call: ForwardCall) -> bool:
     """Return whether a call reads one token per row onto a static cache whose layers hold all keys at fixed places.
 
-    The padding mask of such a call has a value for each place, or there is none.
+    The cache holds earlier tokens, whose positions are known to count them. The padding mask of such a call has a value
+    for each place; there may be none where the rows have no padding.
     """
     from transformers.cache_utils import StaticLayer
 
@@ -67,6 +69,8 @@ def has_static_places(call: ForwardCall) -> bool:
     if call.new_tokens.shape[1] != 1 or not layers or not all(type(layer) is StaticLayer for layer in layers):
         return False
     if not isinstance(getattr(layers[0], "cumulative_length", None), Tensor):  # in 5.0
+        return False
+    if not is_counted(call.cache):
         return False
     positions = call.kwargs.get("position_ids")
     if positions is None or positions.ndim != 2 or positions.is_floating_point():

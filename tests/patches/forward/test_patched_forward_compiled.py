@@ -170,6 +170,42 @@ def test_steps_of_other_families_give_the_logits_of_eager_ones(family: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "case", ["first token", "padding at the end", "a hole", "positions of places", "later positions"]
+)
+def test_calls_that_are_no_usual_steps_give_the_logits_of_eager_ones(case: str) -> None:
+    """Of a cache without keys, with padding elsewhere, or whose positions do not count its tokens."""
+    model, ids = rope.patch(build("llama"), "self-extend", group=4, window=16), tokens(PROMPT + 3, batch=2)
+    compiled: Any = torch.compile(model, backend="eager")
+    past, places = (0, 96) if case == "first token" else (PROMPT, 96)
+    mask = torch.ones(2, places, dtype=torch.int64)
+    if case == "padding at the end":
+        mask[0, 50:PROMPT] = 0
+    elif case == "a hole":
+        mask[0, 10:14] = 0
+    elif case == "positions of places":
+        mask[0, :9] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    if case == "positions of places":
+        positions = torch.arange(places).expand(2, -1)
+    if case == "later positions":
+        positions = positions + 1000
+    caches = [transformers.StaticCache(config=model.config, max_cache_len=places) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches if past else ():
+            part = {"attention_mask": mask[:, :past], "position_ids": positions[:, :past]}
+            model(ids[:, :past], past_key_values=cache, **part)
+        for at in range(past, past + 3):
+            step = {"input_ids": ids[:, at : at + 1], "position_ids": positions[:, at : at + 1].contiguous()}
+            actual, expected = (
+                run(**step, attention_mask=mask, past_key_values=cache).logits
+                for run, cache in zip((compiled, model), caches, strict=True)
+            )
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_step_refuses_positions_that_do_not_continue() -> None:
     model, ids = rope.patch(build("llama"), "dca", chunk=48, window=16), tokens(PROMPT + 1)
     compiled: Any = torch.compile(model, backend="eager")
