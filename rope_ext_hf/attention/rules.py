@@ -134,7 +134,7 @@ class TokenPositions:
 
     @cached_property
     def is_counted(self) -> bool:
-        """Whether positions are known to count the tokens of each row, after padding at its beginning alone."""
+        """True if positions are known to count the tokens of each row, after padding at its beginning alone."""
         if self.left_padding is None or self.counted is None:
             return False
         counts = self.counted * (len(self.left_padding) if len(self.counted) == 1 else 1)
