@@ -82,7 +82,7 @@ class CachedKeys:
             raise CacheCannotFollowError(self.cannot_follow)
         layers = [(layer, layout) for layer, layout in zip(cache.layers, self.layouts, strict=False) if layout]
         packed = None if stored.one_input_each else several_inputs(now.past_positions, call.padding_mask)
-        if table.method.changes_in_steps(table.rotary) and _can_rotate_in_place(cache, layers):
+        if table.method.changes_in_steps(table.rotary) and _model_alone_holds(cache, layers):
             room = _rotate_in_place(memory, now, layers, *_read_on_host(now.lengths, stored.lengths, packed))
             valid_up_to = now.positions.shape[1] + room if bounded else 0
             call.cached_rows = CachedRows(now.lengths, now.positions, valid_up_to, one_input_each=True)
@@ -91,7 +91,9 @@ class CachedKeys:
             if bool(packed):
                 raise packed_error()
             call.cached_rows = replace(call.cached_rows, one_input_each=True)
-        call.undo = _rotate_on_read(now, layers, positions.shape[1], in_attention=_attention_can_rotate(call, now))
+        call.undo = _rotate_on_read(
+            now, layers, positions.shape[1], in_attention=_attention_can_rotate(call, layers, now)
+        )
 
 
 @dataclass(frozen=True)
@@ -175,13 +177,13 @@ def _rotate_in_place(
     return min(end - length for end, length in zip(ends, lengths, strict=True))
 
 
-def _attention_can_rotate(call: ForwardCall, continued: _Continued) -> bool:
+def _attention_can_rotate(call: ForwardCall, layers: Layers, continued: _Continued) -> bool:
     """Return whether attention can rotate the keys as it reads them: one new token, and positions without a gap.
 
     It does so on a CPU; on other devices one kernel rotates all keys.
     """
     positions, last = continued.positions, continued.positions[:, -1:]
-    plain = not (torch.is_grad_enabled() or call.compiled) and _is_cache_in_order(call.cache)
+    plain = not (torch.is_grad_enabled() or call.compiled) and _model_alone_holds(call.cache, layers)
     if not plain or positions.device.type != "cpu" or call.new_tokens.shape[1] != 1:
         return False
     if getattr(call.module.config, "_attn_implementation", None) != "sdpa":
@@ -222,14 +224,7 @@ def _read_on_host(lengths: Tensor, stored: Tensor, packed: Tensor | None) -> tup
     return values[: len(lengths)], values[len(lengths) :]
 
 
-def _is_cache_in_order(cache: Any) -> bool:
-    """Return whether the layers of a cache return the keys that they hold, in order and nothing after them."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
-
-
-def _can_rotate_in_place(cache: Any, layers: Layers) -> bool:
+def _model_alone_holds(cache: Any, layers: Layers) -> bool:
     """Return whether nothing but the model itself reads or moves the keys of a cache."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
