@@ -91,9 +91,9 @@ class AttentionRule:
 
     @property
     def key_period(self) -> int | None:
-        """The number of tokens G with which positions of keys repeat: key_position(n + G) = key_position(n) + a step.
+        """The number of tokens G for which key_position(n + G) is key_position(n) + key_position(G), whatever n is.
 
-        The step is key_position(G), for every n. None: there is no such number.
+        It is None for a rule that has no such number, or for which none is known.
         """
         return None
 

@@ -88,8 +88,8 @@ def _attend(
 ) -> Tensor | None:
     """Return the attention of the queries of one token, (rows, heads, queries, head_dim of value), tile by tile.
 
-    None: something else is asked for than one new token sees its keys as they are stored. The arguments are those of
-    `scaled_dot_product_attention`; several queries in a row are those of heads that share a key.
+    The result is None for a call that needs the rotated keys, such as one with dropout. The arguments are those of
+    `scaled_dot_product_attention`; several queries of a head are those of the heads that share a key.
     """
     # Rotated keys that were read before may have been changed since.
     if query.ndim != 4 or type(key) is not StoredKeys or "rotated" in vars(key):

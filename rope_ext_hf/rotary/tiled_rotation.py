@@ -52,12 +52,12 @@ class TiledRotation:
         each = (query.float() * scale).reshape(rows, kv_heads * queries, 1, dim).expand(-1, -1, tiles, -1)
         of_tile = back.apply(each, layout).view(rows, kv_heads, queries, tiles, dim)
         scores = query.new_empty(rows, kv_heads, queries, count, dtype=torch.float32)
-        for index in range(tiles):
-            start, stop = max(0, index * tile - self.skipped), min(count, (index + 1) * tile - self.skipped)
-            first = start + self.skipped - index * tile
-            part = (..., slice(first, first + stop - start), slice(None))
-            inside = KeyRotation(self.inside.cos[part], self.inside.sin[part])
-            rotated = inside.apply(keys[:, :, start:stop].float(), layout)
-            with torch.autocast(query.device.type, enabled=False):
+        with torch.autocast(query.device.type, enabled=False):  # it would round the products
+            for index in range(tiles):
+                start, stop = max(0, index * tile - self.skipped), min(count, (index + 1) * tile - self.skipped)
+                first = start + self.skipped - index * tile
+                part = (..., slice(first, first + stop - start), slice(None))
+                inside = KeyRotation(self.inside.cos[part], self.inside.sin[part])
+                rotated = inside.apply(keys[:, :, start:stop].float(), layout)
                 scores[..., start:stop] = of_tile[:, :, :, index] @ rotated.transpose(-1, -2)
         return scores
