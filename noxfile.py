@@ -167,6 +167,8 @@ def exports(session: nox.Session) -> None:
 KERNELS = (
     "tests/rotary/test_triton_rotation_compiled.py",
     "tests/rotary/test_triton_rotation.py",
+    "tests/attention/test_triton_attention_compiled.py",
+    "tests/attention/test_triton_attention.py",
     "tests/attention/test_triton_merging_compiled.py",
     "tests/attention/test_triton_merging.py",
     "tests/patches/forward/test_rotation_kernels.py",

@@ -12,7 +12,8 @@ KERNEL = "aten::_scaled_dot_product_"
 """How torch names the operators of its attention kernels."""
 WINDOWS = "aten::_flash_attention_forward"
 """The operator behind that of flash attention, which takes windows as well."""
-
+ZONES = "_attend_zones"
+"""The Triton kernel of the package that goes through all zones; a table shows it as "zones"."""
 
 LAUNCHING = frozenset(
     (
@@ -43,8 +44,8 @@ def heads_on(device: str, on_cpu: tuple[int, int], asked: int | None = None) -> 
 
 
 def attention_kernels(run: Callable[[], object]) -> str:
-    """The kernels of scaled_dot_product_attention that a call runs, as torch names them: "flash_attention"."""
-    return _kernels(_events(run, [ProfilerActivity.CPU]))
+    """The kernels of attention that a call runs: those of torch by its names for them, and the one for all zones."""
+    return _kernels(_events(run, supported_activities()))  # type: ignore[no-untyped-call]
 
 
 def attention_kernels_and_launches(run: Callable[[], object]) -> tuple[str, int | None]:
@@ -63,4 +64,5 @@ def _events(run: Callable[[], object], activities: Iterable[ProfilerActivity]) -
 def _kernels(events: Counter[str]) -> str:
     names = {name.removeprefix(KERNEL) for name in events if name.startswith(KERNEL)}
     names |= {"flash_attention"} if events[WINDOWS] else set()
+    names |= {"zones"} if events[ZONES] else set()
     return ", ".join(sorted(names)) or "none of scaled_dot_product_attention"

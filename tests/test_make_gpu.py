@@ -126,6 +126,11 @@ def test_the_record_names_the_machine(record: Row) -> None:
     assert all(model[key] > 0 for key in ("flops", "bandwidth", "parameters"))
 
 
+def kernel_of(method: str) -> str:
+    """The kernel of attention at tiny sizes, where one launch for all zones is faster than tiles."""
+    return "flash_attention" if method in ("stock", "yarn", "dynamic-ntk", "dynamic-yarn") else "zones"
+
+
 @simulated
 @pytest.mark.thorough
 def test_every_row_has_every_field(record: Row) -> None:
@@ -145,7 +150,7 @@ def test_every_row_has_every_field(record: Row) -> None:
         assert step["launches"] > 0
         if count == 1:
             assert step["waits"] == 0
-            assert step["kernels"] == "flash_attention"
+            assert step["kernels"] == kernel_of(method)
             assert row["alone"] is None
         else:
             assert row["alone"] < gpu.MOST_DIFFERENCE
@@ -164,7 +169,7 @@ def test_a_stock_model_reads_whole_prompts_alone_by_flash_attention(record: Row)
         row["method"]: (row["whole"]["kernels"], row["chunks"]["kernels"]) for row in record["rows"] if row["rows"] == 1
     }
     assert kernels["stock"] == ("flash_attention", "efficient_attention")
-    assert kernels["rerope"] == ("flash_attention", "flash_attention")
+    assert kernels["rerope"] == ("zones", "zones")  # at tiny sizes launches take the time
 
 
 @simulated
@@ -214,7 +219,7 @@ def test_reading_and_decoding_have_their_floors(record: Row) -> None:
         assert row["finite"] is True
         assert row["seconds"] > 0
         assert row["floor"] > 0
-        assert "flash_attention" in row["kernels"]
+        assert kernel_of(row["method"]) in row["kernels"]
         assert row["times"] == scale.layers / row["layers"]
 
 

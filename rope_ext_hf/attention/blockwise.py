@@ -1,10 +1,11 @@
 """Attention for remapping methods, computed block by block, without a (length, length) tensor.
 
-The keys before a query fall into zones: ranges of keys, each with its own rule of relative positions. There are two
+The keys before a query fall into zones: ranges of keys, each with its own rule of relative positions. There are three
 ways to the same numbers. Where a fused kernel can be used, the visible pairs of a zone are covered by tiles, each tile
-goes through the kernel, forward and backward, and the partial softmaxes are merged (see tile_batches.py). In all other
-cases (soft caps, dropout, unusual masks, decoding steps of padded batches) the scores of a few queries at a time are
-computed.
+goes through the kernel, forward and backward, and the partial softmaxes are merged (see tile_batches.py). On a GPU,
+where the launches of tiles take longer than their products, one kernel of this package goes through all zones (see
+triton_attention.py). In all other cases (dropout, unusual masks, soft caps and decoding steps of padded batches on a
+CPU) the scores of a few queries at a time are computed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from rope_ext_hf.attention.kernels import run_backward, run_kernel, usable_kernel
 from rope_ext_hf.attention.rules import Rotation, ScoreModifiers, TokenPositions
 from rope_ext_hf.attention.tile_batches import KernelCall, MergedSoftmax, Zones, add_to_spans, batch_rows, kernel_calls
-from rope_ext_hf.methods.base import UNBOUNDED
+from rope_ext_hf.attention.triton_attention import ZonedAttention, attend_fused, can_attend, parts_of_keys
+from rope_ext_hf.methods.base import UNBOUNDED, constant
 from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition
 from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.key_rotation import KeyRotation
@@ -39,6 +41,13 @@ _MIN_FUSED_QUERIES = 16
 """Queries from which a padded batch uses the kernels, row by row; below, the scores of all rows at once are faster."""
 SCORE_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 """Bytes of scores at a time, by type of device; on a CPU about the size of its caches."""
+_LAUNCH_BOUND = 2e11
+"""Floating-point operations of a tile below which one launch for all zones is taken to be faster than tiles.
+
+By the record of an H200 in docs/gpu.md, a tile of SmolLM2 costs 190 microseconds of the host under self-extend (1.6 s
+for 65,536 tokens in place of 0.9 s, 30 layers, 16 chunks of 8 tiles). In that time cuDNN's kernel, taken to compute 600
+TFLOP/s, gets this far ahead of a Triton kernel of 395. The two rates are published ones; no GPU has timed our kernel.
+"""
 _MAX_SCALED_ZONES = 3  # zones up to which the temperature goes into cos and sin, see `_Attention._zones`
 _NO_MODIFIERS = ScoreModifiers()
 _Zones = tuple[int, ...]
@@ -117,6 +126,10 @@ class _Attention:
         left_padding = self.positions.left_padding
         tensors = (query, key, value, self.modifiers.sinks)
         needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        if not needs_grad and can_attend(query, key, value):
+            out = self._in_one_launch(query, key, value)
+            if out is not None:
+                return out
         # Kernels hide keys by causality alone.
         if left_padding is None or not self.modifiers.plain:
             return self._eager(needs_grad, query, key, value)
@@ -173,10 +186,13 @@ class _Attention:
 
     def _far_keys(self, key: Tensor, n: Callable[[], Tensor], name: Hashable) -> Tensor:
         """Return keys at positions `n`, rotated to the positions at which every zone but the nearest sees them."""
-        if not self.rule.depends_on_total_length:  # they are stored there
-            return key
-        rotation = self._rotation_from_stored("far keys", lambda at: [self.rule.key_position(at)], n, name)
-        return self._rotate(rotation, key)
+        return self._rotate(self._rotation_to_far(n, name), key)
+
+    def _rotation_to_far(self, n: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
+        """Return the rotation of keys at positions `n` to where far zones see them; None: they are stored there."""
+        if not self.rule.depends_on_total_length:
+            return None
+        return self._rotation_from_stored("far keys", lambda at: [self.rule.key_position(at)], n, name)
 
     def _rotates_in_tiles(self, query: Tensor) -> bool:
         """Return whether the far keys are rotated as they are read: for one token on a CPU, see `TiledRotation`."""
@@ -258,6 +274,67 @@ class _Attention:
             if query.shape[-2] < _MIN_FUSED_QUERIES:  # those of many queries are cheap beside the rest, but large
                 rotations[entry] = scaled
         return self._rotate(scaled, query)
+
+    # --- one launch for all zones
+
+    def _in_one_launch(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """Return the attention by the kernel that goes through all zones; None: another way is faster, or needed."""
+        edges, (tokens, count) = self.rule.zone_edges(self.positions.total), (query.shape[-2], key.shape[-2])
+        padding, modifiers = self.positions.left_padding, self.modifiers
+        usable, windows = usable_kernel(query, value)  # not usable where the user allows no fused kernel
+        if edges is None or padding is None or not usable or not modifiers.zoned or self.scale <= 0:
+            return None
+        one_tile = edges.zones == 1 and self.rule.window_size is None  # or two tiles, for which torch has kernels
+        if modifiers.plain and (one_tile or not self._is_launch_bound(windows, query, key)):
+            return None
+        rows = slice(None) if len(set(padding)) > 1 else slice(1)  # rows padded alike have the same positions
+        m = self.positions.query_positions[rows].to(self.device)
+        n = self.positions.key_positions[rows, self.positions.total - count :].to(self.device)
+        # The first keys that a query may see, and may see in the nearest zone: an anchor lies up to a step before it.
+        first, first_near = (max(0, count - tokens - edges.step + 1 + edge) for edge in (edges.last, edges.first))
+        queries, far_zones = ("one launch", tokens), tuple(range(1, edges.zones))
+        near, far = key[:, :, first_near:], key[:, :, first:]
+        near_keys = self._rotation_to_own(lambda: n[:, first_near:], ("one launch", first_near, count))
+        far_keys = self._rotation_to_far(lambda: n[:, first:], ("one launch", first, count)) if far_zones else None
+        if tokens >= _MIN_FUSED_QUERIES:  # many queries read the keys again and again: they are rotated before
+            near, far = self._rotate(near_keys, near), self._rotate(far_keys, far)
+            near_keys = far_keys = None
+        zoned = ZonedAttention(
+            edges=edges,
+            padding=constant(padding[rows], self.device, torch.int32),
+            total=self.positions.total,
+            to_near=self._rotation_to_own(lambda: m, queries),
+            to_far=self._rotation_to_zones(far_zones, lambda: m, queries) if far_zones else None,
+            near_keys=near_keys,
+            far_keys=far_keys,
+            layout=None if self.rotation is None else self.rotation.layout,
+            temperature=self._temperature(torch.float32, lambda: m, queries),
+        )
+        value, parts = value[:, :, first:], parts_of_keys(query, far)
+        return attend_fused(
+            zoned, query, near, far, value, self.scale, sinks=modifiers.sinks, softcap=modifiers.softcap, parts=parts
+        )
+
+    def _is_launch_bound(self, windows: bool, query: Tensor, key: Tensor) -> bool:
+        """Return whether tiles would compute so little that their launches take longer.
+
+        `windows`: whether masks of tiles may be numbers.
+        """
+        rows, heads, tokens, dim = query.shape
+        if tokens < _MIN_FUSED_QUERIES:
+            return True
+        padding = self.positions.left_padding or ()
+        span, _ = self._span(query, key, min(padding))
+        layer, starts = replace(self, windows=windows)._blocks(span, query, key)
+        launches = 0
+        for start in starts:
+            block = max(span.first, start), min(span.last, start + starts.step)
+            _, by_zones = _calls_by_zones(layer.rule, *block, span.first_key, self.positions.max_joined, windows)
+            launches += sum(len(calls) for _, calls in by_zones)
+        if len(set(padding)) > 1:  # rows padded alike share launches
+            launches *= rows
+        operations = 4 * rows * heads * dim * span.queries * (span.last - span.first_key - span.queries / 2)
+        return operations < _LAUNCH_BOUND * launches
 
     # --- fused kernels
 

@@ -81,7 +81,9 @@ class RotationTable:
                 phases.append(self.phase_of_distance(place.offset - before.offset, device)[None, None])
             else:
                 phases.append(self.phase_at(place, device) - self.phase_at(before, device))
-        angle = phase_to_radians(torch.cat(phases) if len(phases) > 1 else phases[0])[:, None]
+        # One angle for all tokens may stand beside angles by token.
+        phase = torch.cat(torch.broadcast_tensors(*phases)) if len(phases) > 1 else phases[0]  # type: ignore[no-untyped-call]
+        angle = phase_to_radians(phase)[:, None]
         return KeyRotation(angle.cos(), angle.sin())
 
     def phase_of_distance(self, tokens: float, device: torch.device) -> Tensor:
@@ -242,10 +244,13 @@ class ScoreModifiers(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """True if fused kernels can compute the attention.
+        """True if the fused kernels of torch can compute the attention.
 
         Then nothing changes the scores; there may be sinks.
         """
-        if self.mask is not None or self.softcap is not None or self.dropout:
-            return False
-        return self.bias is None and self.product is None
+        return self.softcap is None and self.zoned
+
+    @property
+    def zoned(self) -> bool:
+        """True if zones alone decide which keys a query sees and how: there may be sinks and a soft cap."""
+        return self.mask is None and not self.dropout and self.bias is None and self.product is None

@@ -16,7 +16,7 @@ from torch import Tensor
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
-from rope_ext_hf.methods.tiles import Tile
+from rope_ext_hf.methods.tiles import Tile, ZoneEdges
 
 
 @register_method("dca", aliases=["dual-chunk-attention"])
@@ -89,6 +89,9 @@ class DualChunk(RemappingMethod):
     def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
         # They overlap: two tokens of neighbouring chunks may be 1 or 2s - 1 apart.
         return (0, self.size), (1, 2 * self.size), (self.size + 1, UNBOUNDED)
+
+    def zone_edges(self, length: int) -> ZoneEdges:
+        return ZoneEdges(zones=3, first=0, band=self.size, step=self.size)
 
     def tiles(self, first: int, last: int) -> Iterator[Tile]:
         for start in range(first - first % self.size, last, self.size):

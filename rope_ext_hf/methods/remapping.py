@@ -27,7 +27,7 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.methods.tiles import Tile
+from rope_ext_hf.methods.tiles import Tile, ZoneEdges
 
 __all__ = ["RemappingMethod", "ScoreBias"]
 
@@ -139,6 +139,13 @@ class AttentionRule:
         `zone` of a pair decides.
         """
         return ((0, self.window_size or UNBOUNDED),)
+
+    def zone_edges(self, length: int) -> ZoneEdges | None:
+        """Return where the zones of a query begin and end, for an input of `length` tokens.
+
+        A rule whose zones overlap in distance overrides it. None: no `ZoneEdges` describes its zones.
+        """
+        return ZoneEdges.from_distances(self.zone_distances(length))
 
     def tiles(self, first: int, last: int) -> Iterator[Tile]:
         """Yield tiles that cover all keys which the queries at first ... last - 1 see, each pair once.

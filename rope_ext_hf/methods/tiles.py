@@ -80,3 +80,31 @@ class Tile(NamedTuple):
             for part in parts:
                 if part.queries[0] < part.queries[1] and part.keys[0] < part.keys[1]:
                     yield part
+
+
+class ZoneEdges(NamedTuple):
+    """Edges between the zones of a query at m, as offsets from its anchor, m // step * step.
+
+    Zone z, counted from 0, holds the keys below edge z and from edge z + 1 on. Edge 0 is m + 1. Edge 1 is the anchor +
+    `first`, and each later edge lies `band` keys before the previous one. The last edge is the anchor + `last`.
+    """
+
+    zones: int
+    first: int
+    band: int = 0
+    last: int = -(2**30)
+    step: int = 1
+
+    @classmethod
+    def from_distances(cls, distances: tuple[tuple[int, int], ...]) -> ZoneEdges | None:
+        """Return the edges of zones at these distances from a query, see `AttentionRule.zone_distances`.
+
+        None: the distances overlap, or their zones differ in size.
+        """
+        ends = [end for _, end in distances]
+        sizes = {end - start for start, end in distances[1:-1]}
+        if any(start != end for end, (start, _) in zip(ends, distances[1:], strict=False)) or len(sizes) > 1:
+            return None
+        last = max(1 - ends[-1], cls._field_defaults["last"])
+        first = last if len(distances) == 1 else 1 - ends[0]
+        return cls(len(distances), first, sizes.pop() if sizes else 0, last)

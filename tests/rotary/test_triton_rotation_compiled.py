@@ -97,4 +97,4 @@ def test_every_kernel_of_the_package_is_compiled_here() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and "tl.program_id(" in ast.unparse(node)
     ]
-    assert sorted(kernels) == ["_merge", KERNEL.__name__]
+    assert sorted(kernels) == ["_attend_zones", "_merge", "_merge_parts", "_rotate"]

@@ -38,10 +38,12 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rope_ext_hf.attention import blockwise, tile_batches
+from rope_ext_hf.attention import blockwise, tile_batches, triton_attention
+from rope_ext_hf.attention.triton_attention import ZonedAttention
 from rope_ext_hf.rotary import key_rotation, rotating_cache
 from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
 from tests.support.dispatch import NO_KERNEL
+from tests.support.zoned_attention import attend_zoned
 
 FIRST = torch.device("cuda", 0)
 
@@ -189,6 +191,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         devices: how many of them there are.
         prefers_cudnn: scaled_dot_product_attention takes cuDNN's kernel first, as on H100 with a recent cuDNN.
         triton: there is Triton, so that rotations are one launch.
+        zones: with Triton, attention over all zones is one launch, where the package takes that to be faster.
         memory: bytes of all devices together.
 
     Attributes:
@@ -208,11 +211,12 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         devices: int = 1,
         prefers_cudnn: bool = False,
         triton: bool = True,
+        zones: bool = True,
         memory: int = 80 * 2**30,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.capability, self.devices, self.memory = capability, devices, memory
-        self.prefers_cudnn, self.triton = prefers_cudnn, triton
+        self.prefers_cudnn, self.triton, self.zones = prefers_cudnn, triton, zones
         self.depth = 0
         self.refuses_waits = self.warns_of_waits = False
         self.live = self.peak = 0
@@ -286,6 +290,9 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
                 _replace(undo, module, "can_fuse", lambda x: isinstance(x, CudaTensor) and not x.requires_grad)
             _replace(undo, key_rotation, "rotate_fused", self._rotate_fused)
             _replace(undo, tile_batches, "merge_fused", self._merge_fused)
+        if self.triton and self.zones:
+            _replace(undo, triton_attention, "can_fuse", lambda x: isinstance(x, CudaTensor) and not x.requires_grad)
+            _replace(undo, blockwise, "attend_fused", self._attend_fused)
         _replace(undo, torch.inference_mode, "__enter__", _enter_no_grad)
         _replace(undo, torch.inference_mode, "__exit__", lambda mode, *exception: mode.instead.__exit__(*exception))
         undo.enter_context(_FirstDevice())
@@ -520,6 +527,30 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         )
         into.copy_((scores.softmax(2)[..., None] * values).sum(2))
         total.copy_(scores.logsumexp(2))
+
+    def _attend_fused(
+        self, zoned: ZonedAttention, query: CudaTensor, near: Tensor, far: Tensor, value: Tensor, scale: float,
+        *, sinks: Tensor | None, softcap: float | None, parts: int,
+    ) -> Tensor:  # fmt: skip
+        """The Triton kernels of attention over all zones, by their definition."""
+        turns = (zoned.to_near, zoned.to_far, zoned.near_keys, zoned.far_keys)
+        given = [zoned.padding, zoned.temperature, sinks, *(y for x in turns if x is not None for y in (x.cos, x.sin))]
+        tensors = [query, near, far, value, *(x for x in given if x is not None)]
+        self._one_device("attend_fused", tensors, [query], None)
+        for name in ("attend_fused", "merge_parts")[: 1 + (parts > 1)]:
+            self.launch(name)
+        with torch._C._profiler._RecordFunctionFast("_attend_zones"):  # the kernel's name on a device
+            pass
+        to_near, to_far, near_keys, far_keys = (x and KeyRotation(_held(x.cos), _held(x.sin)) for x in turns)
+        held = ZonedAttention(
+            zoned.edges, _held(zoned.padding), zoned.total, to_near, to_far, near_keys, far_keys, zoned.layout,
+            _held(zoned.temperature),
+        )  # fmt: skip
+        out = attend_zoned(
+            held, _held(query), _held(near), _held(far), _held(value), scale, _held(sinks), softcap
+        )  # fmt: skip
+        result: Tensor = self._wrap(out, query.device)
+        return result
 
     def _flash(
         self, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False,

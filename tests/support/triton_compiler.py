@@ -27,6 +27,12 @@ TARGETS = {f"sm_{capability}": GPUTarget("cuda", capability, 32) for capability 
 }
 """Turing; Ampere in servers and desktops; Ada; Hopper; Blackwell in servers and desktops; MI200; MI300."""
 
+SHARED_KILOBYTES = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
+"""The most shared memory of a program, in units of 1,024 bytes (CUDA C++ Programming Guide, compute capabilities).
+
+64 for targets that are not listed.
+"""
+
 _NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _AMD_BITS = {"byte": 8, "ubyte": 8, "sbyte": 8, "short": 16, "ushort": 16, "sshort": 16} | {
     "dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128
@@ -39,26 +45,32 @@ class WithoutDevice(DriverBase):  # type: ignore[misc, unused-ignore]
     Args:
         target: a name of TARGETS.
         kernel: the kernel whose variants are collected.
+        others: further kernels that are launched.
 
     Attributes:
         launches: how many there would have been, of any kernel.
         variants: the kernel as compiled, once for each specialisation to its arguments; filled in at the end.
     """
 
-    def __init__(self, target: str, kernel: Any) -> None:
+    def __init__(self, target: str, kernel: Any, *others: Any) -> None:
         self.target, self.kernel, self.launches = TARGETS[target], kernel, 0
+        self.kernels = kernel, *others
+        self.shared = SHARED_KILOBYTES.get(target, 64)
         self.variants: list[Any] = []
         self.utils, self.launcher_cls = self, self._launcher
         self.get_current_device, self.get_current_stream = lambda: 0, lambda _: 0
 
     def __enter__(self) -> WithoutDevice:
-        self.kernel.device_caches.clear()  # made for another driver
+        for kernel in self.kernels:
+            kernel.device_caches.clear()  # made for another driver
+        triton.compiler.compiler.max_shared_mem.cache_clear()
         triton.runtime.driver.set_active(self)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.variants = [variant for made, *_ in self.kernel.device_caches.values() for variant in made.values()]
-        self.kernel.device_caches.clear()
+        for kernel in self.kernels:
+            kernel.device_caches.clear()
         triton.runtime.driver._active = None  # `reset_active` looks for a device at once
 
     def _launcher(self, *_: Any) -> Any:
@@ -80,7 +92,7 @@ class WithoutDevice(DriverBase):  # type: ignore[misc, unused-ignore]
         return torch.device("cpu")
 
     def get_device_properties(self, _: int) -> dict[str, int]:
-        return {"max_shared_mem": 64 * 1024, "warpSize": self.target.warp_size}
+        return {"max_shared_mem": self.shared * 1024, "warpSize": self.target.warp_size}
 
     def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
         return 1, 1, 0, 0, 1024  # handles of module and function, registers, spills (see `resources`), threads
@@ -121,13 +133,7 @@ def resources(variant: Any) -> Resources:
 
 
 def _read_nvidia(asm: Any) -> tuple[int, int, frozenset[int], frozenset[int]]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(asm["cubin"])
-        file.flush()
-        usage, code = (
-            subprocess.run([_NVIDIA_TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
-        )
+    usage, code = _nvidia_tool("cuobjdump", "--dump-resource-usage", asm), _nvidia_tool("nvdisasm", "-c", asm)
     registers, stack, local = (int(_only(rf"\b{name}:(\d+)", usage)) for name in ("REG", "STACK", "LOCAL"))
     loads, stores = (
         frozenset(
@@ -138,6 +144,27 @@ def _read_nvidia(asm: Any) -> tuple[int, int, frozenset[int], frozenset[int]]:
         for instruction in ("LDG", "STG")
     )
     return registers, stack + local, loads, stores
+
+
+def spills_in_products(variant: Any) -> int:
+    """How many instructions read or write spilled registers in the innermost loops that multiply matrices."""
+    lines = _nvidia_tool("nvdisasm", "-c", variant.asm).splitlines()
+    labels = {match[1]: at for at, line in enumerate(lines) if (match := re.match(r"\s*(\.L\S+):", line))}
+    jumps = ((at, re.search(r"\bBRA\b.*\((\.L\S+)\)", line)) for at, line in enumerate(lines))
+    loops = [(labels[jump[1]], at) for at, jump in jumps if jump is not None and labels[jump[1]] < at]
+    innermost = ["\n".join(lines[a:b]) for a, b in loops if not any(a <= c and d < b for c, d in loops)]
+    products = [code for code in innermost if re.search(r"\b(HMMA|HGMMA|UTC[A-Z]*MMA)\b", code)]
+    assert products, "this reader does not know how the target multiplies matrices"
+    return sum(len(re.findall(r"\b(?:LDL|STL)\b", code)) for code in products)
+
+
+def _nvidia_tool(tool: str, option: str, asm: Any) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        return subprocess.run(
+            [_NVIDIA_TOOLS / tool, option, file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def _read_amd(asm: Any) -> tuple[int, int, frozenset[int], frozenset[int]]:
