@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -64,9 +65,12 @@ def run(session: nox.Session, *arguments: str | Path, **variables: str) -> None:
     session.run(sys.executable, *map(str, arguments), env={"OMP_NUM_THREADS": "1", **variables})
 
 
-def environment(session: nox.Session, name: str) -> Path:
-    """Return the interpreter of a shared environment, which is made if it is missing or its packages have changed."""
-    folder, steps = BUILD / name, ENVIRONMENTS[name]
+def environment(session: nox.Session, name: str, steps: list[str] | None = None) -> Path:
+    """Return the interpreter of a shared environment, which is made if it is missing or its packages have changed.
+
+    `steps`: the words of each installation; default: those of ENVIRONMENTS.
+    """
+    folder, steps = BUILD / name, steps or ENVIRONMENTS[name]
     python, ready = folder / "bin" / "python", folder / "ready"
     if not ready.exists() or ready.read_text() != repr(steps):
         session.run(sys.executable, "-m", "venv", "--clear", str(folder))
@@ -221,6 +225,15 @@ def conformance(session: nox.Session) -> None:
     programs = ("mlx-lm", "llama-cpp", "transformers-4")
     options = [word for name in programs for word in (f"--{name}", environment(session, name))]
     run(session, "-m", "checks.conformance.run_engines", "--engines", engine_wheels(session), *options)
+
+
+@nox.session
+def programs(session: nox.Session) -> None:
+    """Ask converters, servers and trainers what they compute from a config: see checks/programs/record.py; hours."""
+    known = tomllib.loads(Path("checks/programs/programs.toml").read_text(encoding="utf-8"))
+    names = session.posargs or [name for name, entry in known.items() if "install" in entry]
+    pythons = {name: environment(session, f"programs/{name}", known[name]["install"]) for name in names}
+    run(session, "-m", "checks.programs.record", *(f"{name}={python}" for name, python in pythons.items()))
 
 
 @nox.session(name="llama-cpp")

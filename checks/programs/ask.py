@@ -1,0 +1,63 @@
+"""Questions to a port, asked in the environment of its program: python ask.py PORT QUESTIONS.json ANSWERS.json
+
+A question is {"config": ..., "layer_type": ..., "length": ..., "folder": ..., "rows": [...]}. `folder` holds a small
+model with this config and random weights, and `rows` token ids for it. An answer has what the port gives: "inv_freq", a
+list, and "magnitude"; or "logits", of the last token of each row. "refused" is the error by which the program refuses
+the config, and "missing" that the port does not ask the program about such configs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "ports"))
+Json = dict[str, Any]
+
+
+def call(function: Any, *positional: Any, **optional: Any) -> Any:
+    """Call a function with those of the optional arguments that it takes."""
+    taken = inspect.signature(function).parameters
+    return function(*positional, **{name: value for name, value in optional.items() if name in taken})
+
+
+def answer(port: Any, question: Json) -> Json:
+    """Return the answer of a port to one question."""
+    config = json.loads(json.dumps(question["config"]))  # a port may change it
+    optional = {"layer_type": question.get("layer_type"), "length": question.get("length")}
+    try:
+        if not hasattr(port, "inv_freq"):
+            last = port.logits(Path(question["folder"]), question["rows"])
+            return {"logits": [[float(number) for number in row] for row in last]}
+        given: Json = {"inv_freq": [float(f) for f in call(port.inv_freq, config, **optional)]}
+        if hasattr(port, "magnitude"):
+            given["magnitude"] = float(call(port.magnitude, config, **optional))
+        return given
+    except NotImplementedError as error:
+        # Raised by a port: it does not ask about such configs. Raised by the program: it refuses this one.
+        here = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(port.__file__).parent
+        return {"missing": True} if here else {"refused": said(error)}
+    except Exception as error:  # whatever a program may raise
+        return {"refused": said(error)}
+
+
+def said(error: Exception) -> str:
+    """Return the type and the first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def main() -> None:
+    name, questions, answers = sys.argv[1:]
+    port = importlib.import_module(f"{name}_port")
+    given = [answer(port, question) for question in json.loads(Path(questions).read_text(encoding="utf-8"))]
+    Path(answers).write_text(json.dumps({"version": port.version(), "answers": given}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

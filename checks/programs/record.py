@@ -1,0 +1,256 @@
+"""Record of what other programs compute from a config, docs/results/programs.json.
+
+    nox -s programs                   # every program that can be installed
+    nox -s programs -- ctranslate2    # some of them; what the record has of the others is kept
+
+Each program reads published configs as transformers 5 saves them (with rope_parameters), as transformers 4 did
+(rope_scaling and rope_theta), and with all three keys, as folders of this package have them. A port in ports/ asks the
+program, in an environment of its own, and its numbers are compared with the papers' formulas in 40 digits. Programs
+that give no frequencies run a small model with random weights, whose logits are compared with those of transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import tomllib
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from tests.conformance import formulas
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RESULT = ROOT / "docs" / "results" / "programs.json"
+PROGRAMS = tomllib.loads((HERE / "programs.toml").read_text(encoding="utf-8"))
+CONFIGS = (
+    *("llama-3-8b", "mistral-7b-v0.3", "llama-3.1", "llama-3.2", "vicuna-7b-16k", "gemma-3-4b", "internlm3-8b"),
+    *("qwen2.5-7b-yarn", "qwen3-8b-yarn", "yarn-llama-2-7b-128k", "gpt-oss-20b", "olmo-3", "deepseek-v3"),
+    *("phi-3-mini-128k", "phi-4-mini"),
+)
+"""Configurations of conformance/: each scaling in one or more of the families that people use it with."""
+SPELLINGS = ("rope_parameters", "rope_scaling", "both")
+RUN = 300
+"""Tokens of the text that small models read."""
+TOLERANCE, LOGITS_TOLERANCE = 2e-5, 1e-3
+"""Relative differences of frequencies; root mean square difference of logits in standard deviations."""
+Json = dict[str, Any]
+
+
+class Question(NamedTuple):
+    """A config in one spelling, and the layers and inputs it is asked about."""
+
+    name: str  # of the configuration
+    spelling: str
+    config: Json
+    published: Json  # the same as published, for the formulas
+    layer_type: str | None
+    length: int | None
+
+
+def spelled(config: Json, spelling: str) -> Json:
+    """Return a config with its rope settings under the keys of a spelling."""
+    given = json.loads(json.dumps(config))
+    loaded = AutoConfig.for_model(given.pop("model_type"), **given)
+    with tempfile.TemporaryDirectory() as folder:
+        loaded.save_pretrained(folder)
+        saved: Json = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    if spelling == "rope_parameters":
+        return saved
+    former = {key: config[key] for key in ("rope_theta", "rope_scaling", "rope_local_base_freq") if key in config}
+    if spelling == "rope_scaling":
+        del saved["rope_parameters"]
+    return saved | former
+
+
+def questions(names: tuple[str, ...]) -> Iterator[Question]:
+    """Yield every question about these configurations of conformance/, in every spelling."""
+    for name in names:
+        entry = json.loads((ROOT / "conformance" / "configurations" / f"{name}.json").read_text(encoding="utf-8"))
+        for spelling in SPELLINGS:
+            for row in entry["rows"]:
+                config = spelled(entry["config"], spelling)
+                yield Question(name, spelling, config, entry["config"], row["layer_type"], row["length"])
+
+
+def unscaled(config: Json, theta: float | None = None) -> Json:
+    """Return a config without its scaling; `theta`: another base."""
+    kept = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
+    return kept if theta is None else kept | {"rope_theta": theta}
+
+
+WRONG: dict[str, Callable[[Json], Json]] = {
+    "unscaled": unscaled,
+    "unscaled, theta 10,000": lambda config: unscaled(config, 10_000.0),
+}
+"""Configs that a program may run in place of the given one, without a word."""
+
+
+def state_of(question: Question, given: Json) -> str:
+    """Return "right", "refused: ...", "-" (not asked), the name of a wrong config, or what differs."""
+    if "refused" in given:
+        return f"refused: {given['refused']}"
+    if given.get("missing"):
+        return "-"
+    computed = np.array(given["inv_freq"])
+    right = formulas.read(question.published, question.layer_type, question.length)
+    magnitude = given.get("magnitude", float(right.magnitude))
+    if agrees(computed, right) and abs(magnitude / float(right.magnitude) - 1) <= TOLERANCE:
+        return "right"
+    for name, change in WRONG.items():
+        wrong = formulas.read(change(question.published), question.layer_type, question.length)
+        if agrees(computed, wrong) and abs(magnitude - 1) <= TOLERANCE:
+            return name
+    expected = np.array([float(f) for f in right.inv_freq])
+    if computed.shape != expected.shape:
+        return f"{computed.size} pairs rotate instead of {expected.size}"
+    ratios = computed / expected
+    differing = np.abs(ratios - 1) > TOLERANCE
+    said = []
+    if differing.any():
+        worst = float(ratios[np.abs(np.log(ratios)).argmax()])
+        said.append(f"{differing.sum()} of {differing.size} frequencies differ, the most {worst:.3g} times")
+    if abs(magnitude / float(right.magnitude) - 1) > TOLERANCE:
+        said.append(f"magnitude {magnitude:.4g} instead of {float(right.magnitude):.4g}")
+    return "; ".join(said)
+
+
+def agrees(computed: Any, rope: formulas.Rope) -> bool:
+    """Return whether frequencies are those of a rope."""
+    expected = np.array([float(f) for f in rope.inv_freq])
+    return computed.shape == expected.shape and bool(np.allclose(computed, expected, rtol=TOLERANCE, atol=0))
+
+
+# --- programs that give logits --------------------------------------------------------------------------------------
+
+
+def small_model(config: Json, folder: Path) -> Any:
+    """Save a model of two layers with random weights and a tokenizer, and return the model."""
+    given = json.loads(json.dumps(config)) | {"num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 64}
+    given |= {"dtype": "float32", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    if given.get("layer_types"):
+        given["layer_types"] = given["layer_types"][:2]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(given.pop("model_type"), **given)).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:  # scores large enough that positions matter
+                weight.mul_(6)
+    model.save_pretrained(folder)
+    tokenizer(64).save_pretrained(folder)
+    return model
+
+
+def tokenizer(words: int) -> Any:
+    """Return a tokenizer with a word for each id."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, words)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="<unk>")), unk_token="<unk>", bos_token="<s>",
+        eos_token="</s>",
+    )  # fmt: skip
+
+
+def last_logits(model: Any, config: Json, ids: list[int]) -> Any:
+    """Return the logits of the last token by transformers, for the weights of a model under another config."""
+    given = json.loads(json.dumps(config)) | {"num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 64}
+    other = AutoModelForCausalLM.from_config(AutoConfig.for_model(given.pop("model_type"), **given)).float().eval()
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        return other(torch.tensor([ids]), use_cache=False).logits[0, -1].double().numpy()
+
+
+def state_of_logits(question: Question, model: Any, ids: list[int], given: Json) -> str:
+    """Return the state as `state_of` does, for a program that gives logits."""
+    if "refused" in given:
+        return f"refused: {given['refused']}"
+    computed = np.array(given["logits"][0])
+    differences = {}
+    configs = {"right": question.published} | {name: change(question.published) for name, change in WRONG.items()}
+    for name, config in configs.items():
+        expected = last_logits(model, config, ids)
+        differences[name] = float(np.sqrt(np.mean((computed - expected) ** 2)) / expected.std())
+    best = min(differences, key=differences.__getitem__)
+    return best if differences[best] <= LOGITS_TOLERANCE else f"logits differ by {differences['right']:.2g} deviations"
+
+
+# --- the record -----------------------------------------------------------------------------------------------------
+
+
+def ask(python: str, port: str, asked: list[Json]) -> Json:
+    """Return the answers of a port, which runs under the interpreter of its program."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "questions.json"), Path(folder, "answers.json")
+        files[0].write_text(json.dumps(asked), encoding="utf-8")
+        command = [python, str(HERE / "ask.py"), port, *map(str, files)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+        if not files[1].exists():
+            raise SystemExit(f"{port}: {done.stderr[-2000:]}")
+        answers: Json = json.loads(files[1].read_text(encoding="utf-8"))
+    return answers
+
+
+def record_of(program: str, python: str, names: tuple[str, ...] = CONFIGS) -> Json:
+    """Return the states of one program for these configurations: by spelling, by configuration and by row."""
+    entry = PROGRAMS[program]
+    port = entry.get("port", program)
+    by_logits = entry.get("logits", False)
+    asked = list(questions(names))
+    if by_logits:  # a model has one answer for all its layers
+        asked = list({(x.name, x.spelling): x for x in asked if x.name in entry["families"]}.values())
+    ids = [3 + (7 * i) % 61 for i in range(RUN)]
+    states: Json = {spelling: {} for spelling in SPELLINGS}
+    with tempfile.TemporaryDirectory() as folder:
+        models: list[Any] = []
+        rows: list[Json] = []
+        for index, each in enumerate(asked):
+            row: Json = {"config": each.config, "layer_type": each.layer_type, "length": each.length}
+            if by_logits:
+                models.append(small_model(each.config, Path(folder, str(index))))
+                row |= {"folder": str(Path(folder, str(index))), "rows": [ids]}
+            rows.append(row)
+        answers = ask(python, port, rows)
+    for index, (each, given) in enumerate(zip(asked, answers["answers"], strict=True)):
+        state = state_of_logits(each, models[index], ids, given) if by_logits else state_of(each, given)
+        parts = () if by_logits else (each.layer_type, each.length)
+        row_name = ", ".join(str(part) for part in parts if part is not None)
+        states[each.spelling].setdefault(each.name, {})[row_name] = state
+    return {"version": answers["version"], "date": datetime.now(UTC).date().isoformat(), "states": states}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("programs", nargs="+", metavar="NAME=PYTHON", help="a program and its interpreter")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    content: Json = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"programs": {}}
+    for word in given.programs:
+        name, _, python = word.partition("=")
+        content["programs"][name] = record_of(name, python)
+        counts: dict[str, int] = {}
+        for cells in content["programs"][name]["states"].values():
+            for state in (state for rows in cells.values() for state in rows.values()):
+                kind = state.partition(":")[0]
+                counts[kind] = counts.get(kind, 0) + 1
+        print(name, content["programs"][name]["version"], counts, file=sys.stderr)
+    content["programs"] = dict(sorted(content["programs"].items()))
+    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
