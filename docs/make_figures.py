@@ -30,6 +30,7 @@ from docs.figures import (  # noqa: F401, each registers its figures
     measurements,
     measures,
     models,
+    programs,
     published_models,
     real_models,
     recipes,
