@@ -318,8 +318,20 @@ def copy_range(source: BinaryIO, target: BinaryIO, begin: int, end: int, advance
             copied = target.write(source.read(count))
         if not copied:
             raise FileError(f"a file ended at byte {at} while it was being copied; it was expected to have {end}")
+        _begin_writing_to_disk(target, copied)
         at += copied
         advance(copied)
+
+
+def _begin_writing_to_disk(file: BinaryIO, count: int) -> None:
+    """Let the system begin to write the last `count` bytes of an open file to the disk, without waiting for the end.
+
+    A later fsync has little left to do then. The system is told that the bytes are not needed soon, after which Linux
+    begins at once. It keeps them in memory until they are on the disk.
+    """
+    with suppress(AttributeError, OSError):  # macOS has no such call; without it the bytes are written later
+        begin = os.lseek(file.fileno(), 0, os.SEEK_CUR) - count
+        os.posix_fadvise(file.fileno(), begin, count, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager
