@@ -28,14 +28,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import psutil
-import yaml
 from filelock import FileLock, Timeout
 
 from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.errors import CheckpointError, FileError, RopeExtError, one_line, printable, short, size_text
 
 __all__ = [
-    "PlainLoader",
     "atomic_file",
     "atomic_folder",
     "check_destination",
@@ -228,16 +226,6 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
-
-
-class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """PyYAML's safe loader, which also refuses aliases, because with them a few lines can expand without bound."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(problem="an alias stands here; write the value out", problem_mark=mark)
-        return super().compose_node(parent, index)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
