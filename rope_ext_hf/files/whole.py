@@ -411,7 +411,8 @@ def atomic_folder(
             meantime is an error.
         size: bytes that will be written, for a check of the free space.
         plan: the settings of this run as JSON values. With them the run can be resumed, so its staging folder is kept
-            after an exception. None: the run cannot be resumed.
+            after an exception, except for an error in the source, which a resumed run would meet again. None: the run
+            cannot be resumed.
         resume: continue in the staging folder of an interrupted run with the same plan and inputs.
     """
     staging = dst.with_name(f".{dst.name}.unfinished")
@@ -432,8 +433,9 @@ def atomic_folder(
                 fsync_path(staging)
                 staging.rename(dst)
                 fsync_path(dst.parent)
-            except BaseException:
-                if plan is None:
+            except BaseException as error:
+                in_source = isinstance(error, RopeExtError) and not isinstance(error, FileError)
+                if plan is None or in_source:
                     shutil.rmtree(staging, ignore_errors=True)
                 raise
 

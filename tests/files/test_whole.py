@@ -334,6 +334,19 @@ def test_only_a_run_with_a_plan_leaves_something_to_resume(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_error_in_the_source_leaves_nothing_to_resume(tmp_path: Path) -> None:
+    """A resumed run would meet it again; one of the disk may be gone by then."""
+
+    for error, kept in ((rope.CheckpointError("damaged"), False), (rope.FileError("full"), True)):
+
+        def fail(_: Path, error: rope.RopeExtError = error) -> None:
+            raise error
+
+        with pytest.raises(type(error)):
+            attempt(tmp_path / "dst", fail, plan={"a": 1})
+        assert (tmp_path / ".dst.unfinished").exists() == kept
+
+
 def test_only_the_same_plan_and_inputs_are_resumed(tmp_path: Path) -> None:
     (tmp_path / "input").write_text("x", encoding="utf-8")
     inputs = file_stamps([tmp_path / "input"])
