@@ -112,7 +112,10 @@ def run(way: str, source: Path, target: Path) -> dict[str, float]:
                 pass
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started, peak = time.perf_counter(), 0
-    process = subprocess.Popen(command_of(way, source, target), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # as after an installation: without compiled modules each command would compile its own anew
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command, silent = command_of(way, source, target), subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=silent, stderr=silent, env=environment)
     while process.poll() is None:
         with suppress(OSError):  # it has ended
             lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines()

@@ -13,7 +13,10 @@ def main() -> None:
     gc.set_threshold(_NEW_OBJECTS)
     from rope_ext_hf.cli.app import main
 
-    main()
+    try:
+        main()
+    finally:
+        gc.freeze()  # or the exit looks for cycles among all objects, some of which take their memory back
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.lazy:lazy_names": "names of a package that are imported when first used",
     # files and models
     "rope_ext_hf.files.whole": "read JSON, list folders; write whole or not at all; turn foreign errors into ours",
+    "rope_ext_hf.files.plain_yaml:PlainLoader": "read YAML without aliases",
     "rope_ext_hf.files.model_folders": "find the folder of a model by its name, without loading anything",
     "rope_ext_hf.hub": "find, read and load configs, models and tokenizers by name",
     "rope_ext_hf.files.model_files": "read models from one file of another format, as the tool box does for GGUF",

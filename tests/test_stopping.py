@@ -44,8 +44,8 @@ def ended(code: str, **names: object) -> tuple[int, str, str]:
     ("point", "command"),
     [
         ("typer", "methods"),
-        ("rope_ext_hf.cli.run_files", "methods"),
-        ("rope_ext_hf.tools.serving.serving_commands", "methods"),
+        ("rope_ext_hf.cli.run_files", "run reference"),
+        ("rope_ext_hf.tools.serving.serving_commands", "--help"),
         pytest.param("rope_ext_hf.methods.registry", "methods", marks=pytest.mark.slow),
         pytest.param("numpy", "methods", marks=pytest.mark.slow),
         pytest.param("torch.nn", "methods", marks=pytest.mark.slow),

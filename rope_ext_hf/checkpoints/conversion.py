@@ -4,14 +4,18 @@
 
 The folder is checked first: the conversion stops at a tensor of an attention module that is neither known to rotate
 nor known not to. Everything is written into a hidden folder beside the destination, which is renamed once it is
-complete and on disk. Weight files are copied in ranges of bytes inside the kernel; rows that rotate go through memory,
+complete and on disk. A usual folder is copied while its queries and keys are examined; if they contradict its config,
+the copy is removed. Weight files are copied in ranges of bytes inside the kernel; rows that rotate go through memory,
 a few heads at a time. Rows are moved as bytes: torch is imported only where the class of a model has to be asked, for
 files of torch.save, for Meta's format, and to verify the copy.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,7 +96,8 @@ def convert_checkpoint(
 
     Raises:
         CheckpointError: something in the source is missing, contradictory or unknown (before anything is written), the
-            weights are in that pairing already, they contradict the config, or the verification failed.
+            weights are in that pairing already, they contradict the config, or the verification failed. What was
+            written until then is removed.
         FileError: a destination that exists or lies in the source, a source that changes meanwhile, a full disk.
         UnsupportedModelError: a family that the table does not list.
     """
@@ -130,24 +135,46 @@ def convert_checkpoint(
             f"context_length is for weights in Meta's format; {str(src)!r} states its own as max_position_embeddings "
             "in config.json"
         )
-    settled = pairing_of_source(source, src, dst, to, stated=source_pairing, force=force, verify=verify)
-    conversion: Conversion
-    if not isinstance(source, Source):
-        from rope_ext_hf.checkpoints.meta.meta_conversion import MetaImport
+    settle = partial(pairing_of_source, source, src, dst, to, stated=source_pairing, force=force, verify=verify)
+    with ThreadPoolExecutor(1) as thread:
+        if _is_usual(source) and to != "meta" and not resume:  # a refusal removes the copy, but no earlier one
+            settling = thread.submit(copy_context().run, settle)
+        else:
+            settling = Future()
+            settling.set_result(settle())
+        conversion: Conversion
+        if not isinstance(source, Source):
+            from rope_ext_hf.checkpoints.meta.meta_conversion import MetaImport
 
-        conversion = MetaImport(source, dst, to, now=settled.pairing, context_length=context_length)
-    elif to == "meta":
-        from rope_ext_hf.checkpoints.meta.meta_conversion import MetaExport
+            now = settling.result().pairing
+            conversion = MetaImport(source, dst, to, now=now, context_length=context_length)
+        elif to == "meta":
+            from rope_ext_hf.checkpoints.meta.meta_conversion import MetaExport
 
-        conversion = MetaExport(source, dst, now=settled.pairing, model_parallel=model_parallel)
-    else:
-        conversion = _PairingConversion(source, dst, to)
+            conversion = MetaExport(source, dst, now=settling.result().pairing, model_parallel=model_parallel)
+        else:
+            conversion = _PairingConversion(source, dst, to)
+        report = conversion.run(resume=resume, verify=verify, progress=progress, check=settling)
+    settled = settling.result()
+    notes = [*report.notes, *conversion.warnings]
     if settled.is_contradicted:
-        conversion.warnings += (settled.warning,)
-    notes = tuple(dict.fromkeys([*conversion.report.notes, *conversion.warnings]))
-    conversion.report = replace(conversion.report, source_pairing=str(settled), notes=notes)
-    report = conversion.run(resume=resume, verify=verify, progress=progress)
-    return replace(report, verified=f"{report.verified}; {settled.limits}") if verify else report
+        notes.append(settled.warning)
+        warnings.warn(settled.warning, stacklevel=2)
+    verified = f"{report.verified}; {settled.limits}" if verify else report.verified
+    return replace(report, source_pairing=str(settled), notes=tuple(dict.fromkeys(notes)), verified=verified)
+
+
+def _is_usual(source: Opened) -> bool:
+    """Return whether a folder holds a model in safetensors files whose config alone settles which rows rotate.
+
+    Another thread may read its weights while they are copied, which needs no torch.
+    """
+    return (
+        isinstance(source, Source)
+        and source.model is None
+        and source.adapter is None
+        and all(isinstance(file, SafetensorsFile) for file in source.files.values())
+    )
 
 
 def _pairing_of_class(source: Opened) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,14 +101,24 @@ class Conversion(ABC):
         """Compare the written folder with the source, and return a sentence that says what was compared."""
 
     def run(
-        self, *, resume: bool = False, verify: bool = False, progress: Callable[[int, int], None] | None = None
+        self,
+        *,
+        resume: bool = False,
+        verify: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        check: Future[Any] | None = None,
     ) -> ConversionReport:
-        """Write the new folder, either whole or not at all; see `convert_checkpoint` for the arguments and errors."""
+        """Write the new folder, either whole or not at all; see `convert_checkpoint` for the arguments and errors.
+
+        `check` is a check of the source that runs meanwhile: its error ends the conversion.
+        """
         dst, size, written = Path(self.report.path), self.report.bytes, 0
 
         def advance(count: int) -> None:
             nonlocal written
             written += count
+            if check is not None and check.done():
+                check.result()
             if progress is not None:
                 progress(written, size)
 
@@ -115,6 +126,8 @@ class Conversion(ABC):
             dst, source=self.folder, inputs=self.inputs, size=size, plan=self.plan, resume=resume
         ) as staging:
             skipped = self.write(staging, advance)
+            if check is not None:
+                check.result()
             tokenizer = self.report.tokenizer or tokenizer_text(self.folder, staging, self.report.to)
             verified = self.verify(staging) if verify else None
         for warning in self.warnings:

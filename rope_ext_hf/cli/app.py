@@ -3,7 +3,7 @@
 Bad input ends with one line on standard error and exit code 2; a loss that is not finite with exit code 1; Ctrl-C with
 130, and SIGTERM, which job schedulers send, with 143. `rope-ext COMMAND --help` shows an example of each command. torch
 and transformers are imported inside the commands, here and in the other modules of this folder, so that --help answers
-at once.
+at once. `main` imports the module of the command that was typed; `app`, the program with all commands, imports all.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any, NoReturn
+from functools import cache
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
-from rope_ext_hf.cli import demo, evaluation, lm_eval, models, run_files
 from rope_ext_hf.cli.console import all_results, print_error, print_text, results_to, short_warnings
 from rope_ext_hf.cli.dataclass_options import expand_options
 from rope_ext_hf.cli.options import CommandSettings
@@ -31,21 +32,26 @@ from rope_ext_hf.files.whole import LOCKED
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 from rope_ext_hf.stopping import end_on_shortened_files, raising, stopped
 
-_LIBRARY_COMMANDS = (
-    demo.demo,
-    models.methods,
-    models.describe,
-    models.patch,
-    models.convert,
-    models.detect,
-    evaluation.ppl,
-    evaluation.sweep,
-    evaluation.passkey,
-    evaluation.report,
-    run_files.run,
-    lm_eval.lm_eval,
-)
-"""The commands of the library, in the order of --help; --help lists the commands of plug-ins behind them."""
+if TYPE_CHECKING:
+    app: typer.Typer
+
+_COMMANDS = {
+    "demo": "rope_ext_hf.cli.demo:demo",
+    "methods": "rope_ext_hf.cli.models:methods",
+    "describe": "rope_ext_hf.cli.models:describe",
+    "patch": "rope_ext_hf.cli.models:patch",
+    "convert": "rope_ext_hf.cli.models:convert",
+    "detect": "rope_ext_hf.cli.models:detect",
+    "ppl": "rope_ext_hf.cli.evaluation:ppl",
+    "sweep": "rope_ext_hf.cli.evaluation:sweep",
+    "passkey": "rope_ext_hf.cli.evaluation:passkey",
+    "report": "rope_ext_hf.cli.evaluation:report",
+    "run": "rope_ext_hf.cli.run_files:run",
+    "lm-eval": "rope_ext_hf.cli.lm_eval:lm_eval",
+}
+"""The commands of the library, in the order of --help, and their functions, as entry points name those of plug-ins."""
+_REPEATING = "run"
+"""The command that runs another one, so that it needs the program with all commands."""
 
 
 def _plug_in_commands() -> list[Callable[..., Any]]:
@@ -191,18 +197,12 @@ def _message(error: Exception) -> str:
     return text
 
 
-app = typer.Typer(
-    name="rope-ext", cls=_Group, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode="markdown"
-)
-
-
 def _print_version(requested: bool) -> None:
     if requested:
         print_text(f"rope-ext {__version__}")
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
 def _options(
     context: typer.Context,
     version: Annotated[
@@ -233,23 +233,41 @@ _SETTINGS: dict[str | None, CommandSettings] = {}
 """The settings of every command, by the name that is typed."""
 
 
-def _add_command(function: Any) -> None:
-    settings: CommandSettings = function.command_settings
-    name = function.__name__.replace("_", "-")
-    _SETTINGS[name] = settings
-    cls = _RepeatingCommand if settings.repeats else _Command
-    app.command(name, cls=cls, rich_help_panel=settings.panel)(expand_options(function))
+def _program(functions: Iterable[Any]) -> typer.Typer:
+    """Return the program with these commands; --help lists them in this order."""
+    program = typer.Typer(
+        name="rope-ext", cls=_Group, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+    )
+    program.callback(invoke_without_command=True)(_options)
+    for function in functions:
+        settings: CommandSettings = function.command_settings
+        name = function.__name__.replace("_", "-")
+        _SETTINGS[name] = settings
+        cls = _RepeatingCommand if settings.repeats else _Command
+        program.command(name, cls=cls, rich_help_panel=settings.panel)(expand_options(function))
+    return program
 
 
-for _function in [*_LIBRARY_COMMANDS, *_plug_in_commands()]:
-    _add_command(_function)
+@cache
+def _whole_program() -> typer.Typer:
+    """Return the program with the commands of the library, and those of plug-ins behind them."""
+    return _program([*map(resolve_name, _COMMANDS.values()), *_plug_in_commands()])
+
+
+def __getattr__(name: str) -> Any:
+    """Return the program with all commands, for `app`; they are imported when it is first used."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _whole_program()
 
 
 def main() -> None:
     """Run `rope-ext` with the arguments of this process."""
     with suppress(OSError):  # a stream may be closed
         _keep_results_apart()
-    program = typer.main.get_command(app)
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    alone = command in _COMMANDS and command != _REPEATING  # importing all commands takes longer than many of them run
+    program = typer.main.get_command(_program([resolve_name(_COMMANDS[command])]) if alone else _whole_program())
     end_on_shortened_files()
     with raising():
         program()

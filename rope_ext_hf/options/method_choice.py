@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from rope_ext_hf.bounds import MOST_TOKENS, as_list, parse_length
 from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean, short
 from rope_ext_hf.options.arguments import Options, argument
+from rope_ext_hf.plug_ins import plug_in_names
 
 __all__ = ["LayerChoice", "MethodChoice", "PatchChoice", "parse_numbers"]
 
@@ -73,15 +74,17 @@ def _registered_in(source: str) -> Iterator[str]:
 
 
 def _check_method_names(names: Iterable[Any]) -> None:
-    """Raise UnknownMethodError for a name that no method of this package has, unless the registry is imported.
+    """Raise UnknownMethodError for a name that no method of this package or of a plug-in has.
 
-    The registry also knows the methods that other packages and scripts have registered, and checks names itself.
+    Nothing is checked once the registry is imported. It also knows the methods that scripts have registered and the
+    aliases of plug-ins, and checks names itself.
     """
     if _REGISTRY in sys.modules:
         return
+    known = (*shipped_names(), *plug_in_names("methods"))
     for name in names:
-        if isinstance(name, str) and folded(name) not in map(folded, shipped_names()):
-            raise unknown_method(name, shipped_names())
+        if isinstance(name, str) and folded(name) not in map(folded, known):
+            raise unknown_method(name, known)
 
 
 def _parts(values: Any) -> list[Any]:

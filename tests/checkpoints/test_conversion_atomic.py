@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import rope_ext_hf as rope
+from rope_ext_hf.bounds import limit
+from rope_ext_hf.checkpoints import conversion
+from rope_ext_hf.checkpoints.pairing.source_pairing import pairing_of_source
 from rope_ext_hf.files import whole as files
 from tests.support.checkpoint_folders import (
     FIRST,
@@ -120,6 +125,109 @@ def test_a_changed_source_is_not_gone_on_with(begun: Path, source: Path, tmp_pat
         convert(source, tmp_path / "converted", "half", source_pairing="interleaved", resume=True)
     convert(source, tmp_path / "converted", "interleaved")
     assert same(all_tensors(tmp_path / "converted"), by_hand(all_tensors(source)))
+
+
+# --- the pairing is detected while the weights are copied ---------------------------------------------------------
+
+
+REFUSALS = {
+    "contradiction": rope.CheckpointError("the weights look interleaved"),
+    "unknown family": rope.UnsupportedModelError("no such family"),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("early", [True, False])
+def test_weights_that_are_refused_while_they_are_copied_leave_nothing(
+    refusal: str, early: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copying stops at the next block; or the refusal comes when all is written, and nothing gets its name."""
+    size = sum(tensor.numel() * 4 for tensor in all_tensors(source).values())
+    copied = threading.Event()
+    detections: list[Future[Any]] = []
+    seen: list[int] = []
+
+    class Threads(ThreadPoolExecutor):
+        def submit(self, *args: Any, **options: Any) -> Future[Any]:
+            detections.append(super().submit(*args, **options))
+            return detections[-1]
+
+    def refuse(*args: Any, **options: Any) -> None:
+        copied.wait()
+        raise REFUSALS[refusal]
+
+    def progress(done: int, total: int) -> None:
+        seen.append(done)
+        if early or done == total:
+            copied.set()
+            wait(detections)
+
+    before = content(source)
+    monkeypatch.setattr(conversion, "ThreadPoolExecutor", Threads)
+    monkeypatch.setattr(conversion, "pairing_of_source", refuse)
+    with pytest.raises(type(REFUSALS[refusal]), match=str(REFUSALS[refusal])):
+        convert(source, tmp_path / "converted", "interleaved", progress=progress)
+    assert (seen[-1] < size) == early
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert content(source) == before
+
+
+def test_an_unexpected_error_of_the_detection_gives_no_folder(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise ZeroDivisionError("by chance")
+
+    monkeypatch.setattr(conversion, "pairing_of_source", fail)
+    with pytest.raises(ZeroDivisionError, match="by chance"):
+        convert(source, tmp_path / "converted", "interleaved")
+    assert not (tmp_path / "converted").exists()
+
+
+def test_an_interruption_waits_for_the_detection(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted, ended = threading.Event(), threading.Event()
+
+    def detect(*args: Any, **options: Any) -> None:
+        interrupted.wait()
+        ended.set()
+
+    def progress(done: int, total: int) -> None:
+        interrupted.set()
+        raise StoppedError
+
+    monkeypatch.setattr(conversion, "pairing_of_source", detect)
+    with pytest.raises(StoppedError):
+        convert(source, tmp_path / "converted", "interleaved", progress=progress)
+    assert ended.is_set()
+    assert not (tmp_path / "converted").exists()
+
+
+def test_a_resumed_conversion_detects_the_pairing_first(
+    begun: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a refusal does not remove what an earlier run has written."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise rope.CheckpointError("the weights look interleaved")
+
+    before = content(begun)
+    monkeypatch.setattr(conversion, "pairing_of_source", refuse)
+    with pytest.raises(rope.CheckpointError, match="look interleaved"):
+        convert(source, tmp_path / "converted", "interleaved", resume=True)
+    assert content(begun) == before
+
+
+def test_raised_limits_hold_in_the_detection_too(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def detect(*args: Any, **options: Any) -> Any:
+        seen.append(limit("layers"))
+        return pairing_of_source(*args, **options)
+
+    monkeypatch.setattr(conversion, "pairing_of_source", detect)
+    with rope.limits(layers=5_000):
+        convert(source, tmp_path / "converted", "interleaved")
+    assert seen == [5_000]
 
 
 def test_a_full_disk_is_one_clear_error(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,27 @@ def test_help_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("command", ["convert", "detect"])
+def test_a_command_of_the_library_imports_no_other_command(command: str) -> None:
+    code = (
+        "import sys; from rope_ext_hf.cli.app import main\n"
+        "try: main()\n"
+        "finally: print(*sorted(name for name in sys.modules if name.startswith('rope_ext_hf.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, command, "--help"], capture_output=True, text=True, check=True)
+    imported = done.stdout.splitlines()[-1].split()
+    assert "rope_ext_hf.cli.models" in imported
+    assert not [name for name in imported if name.startswith(("rope_ext_hf.tools", "rope_ext_hf.eval"))]
+
+
+def test_a_misspelt_command_is_compared_with_all_commands() -> None:
+    program = [sys.executable, "-m", "rope_ext_hf"]
+    for misspelt, meant in (("convrt", "convert"), ("audt", "audit")):
+        done = subprocess.run([*program, misspelt], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert f"Did you mean '{meant}'" in done.stderr
+
+
 def test_version() -> None:
     assert run("--version") == (0, f"rope-ext {__version__}\n", "")
 

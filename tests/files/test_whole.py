@@ -123,6 +123,32 @@ def test_ranges_are_copied_without_the_kernels_help_too(
     assert sum(seen) == 4900 + len(data) - 9000
 
 
+@pytest.mark.parametrize("advises", [True, False, None])
+def test_a_copy_is_sent_to_the_disk_in_blocks(
+    advises: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes are written where the system takes no such advice (False) or has no such call (None)."""
+    data = bytes(range(256)) * 40
+    (tmp_path / "source").write_bytes(data)
+    sent: list[tuple[int, int]] = []
+
+    def advise(file: int, begin: int, count: int, advice: int) -> None:
+        if not advises:
+            raise OSError(errno.EINVAL, "no")
+        sent.append((begin, count))
+
+    if advises is None:
+        monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    else:
+        monkeypatch.setattr(os, "posix_fadvise", advise, raising=False)
+    monkeypatch.setattr(files, "COPY_BLOCK", 4000)
+    with (tmp_path / "source").open("rb") as source, (tmp_path / "copy").open("wb") as target:
+        target.write(b"head")
+        copy_range(source, target, 0, len(data), lambda count: None)
+    assert (tmp_path / "copy").read_bytes() == b"head" + data
+    assert sent == ([(4, 4000), (4004, 4000), (8004, 2240)] if advises else [])
+
+
 def test_other_errors_of_the_kernel_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **options: Any) -> int:
         raise OSError(errno.EIO, "broken")
@@ -306,6 +332,19 @@ def test_only_a_run_with_a_plan_leaves_something_to_resume(tmp_path: Path) -> No
             attempt(tmp_path / "dst", stop, plan=plan)
         assert (tmp_path / ".dst.unfinished").exists() == (plan is not None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_in_the_source_leaves_nothing_to_resume(tmp_path: Path) -> None:
+    """A resumed run would meet it again; one of the disk may be gone by then."""
+
+    for error, kept in ((rope.CheckpointError("damaged"), False), (rope.FileError("full"), True)):
+
+        def fail(_: Path, error: rope.RopeExtError = error) -> None:
+            raise error
+
+        with pytest.raises(type(error)):
+            attempt(tmp_path / "dst", fail, plan={"a": 1})
+        assert (tmp_path / ".dst.unfinished").exists() == kept
 
 
 def test_only_the_same_plan_and_inputs_are_resumed(tmp_path: Path) -> None:

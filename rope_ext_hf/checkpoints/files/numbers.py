@@ -114,8 +114,7 @@ def to_float32(bits: Bits, dtype: str) -> NDArray[np.float32]:
     Numbers of 32 bits or more may be rounded. The dtype is any but C64.
     """
     if dtype == "BF16":  # the upper half of a float32
-        wide = bits.astype(np.uint32)
-        wide <<= 16
+        wide: NDArray[np.uint32] = np.left_shift(bits, 16, dtype=np.uint32)
         return wide.view(np.float32)
     if dtype.startswith("F8"):
         values: NDArray[np.float32] = _float8_values(dtype)[bits]

@@ -27,7 +27,8 @@ import yaml
 
 from rope_ext_hf.errors import FileError, MethodError, RopeExtError, did_you_mean, listed, one_line, short
 from rope_ext_hf.files.model_folders import model_commit
-from rope_ext_hf.files.whole import PlainLoader, with_tilde, write_text
+from rope_ext_hf.files.plain_yaml import PlainLoader
+from rope_ext_hf.files.whole import with_tilde, write_text
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import method_from_dict
 from rope_ext_hf.models.patch_records import saved_patches

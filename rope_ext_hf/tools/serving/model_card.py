@@ -24,7 +24,8 @@ import yaml
 from rope_ext_hf import __version__
 from rope_ext_hf.errors import CheckpointError, FileError, RopeExtError, one_line, printable, short
 from rope_ext_hf.files.model_folders import folder_and_hub_id
-from rope_ext_hf.files.whole import PlainLoader, disk_errors, foreign_errors, list_files, resolve_inside, write_text
+from rope_ext_hf.files.plain_yaml import PlainLoader
+from rope_ext_hf.files.whole import disk_errors, foreign_errors, list_files, resolve_inside, write_text
 from rope_ext_hf.hub import fingerprint, is_adapter, load_empty, load_model
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.slots.patched_slot import active_patches, patch_state
