@@ -72,7 +72,7 @@ def test_a_signal_in_a_finalizer_is_not_lost(number: int) -> None:
         try:
             with raising():
                 Ending()
-                time.sleep(60)
+                time.sleep(1)
         except Stopped as stop:
             print(stop)
             raise SystemExit(stop.exit_code)

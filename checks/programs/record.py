@@ -20,6 +20,7 @@ import tomllib
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,6 +240,8 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     content: Json = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"programs": {}}
+    versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}  # for the answers
+    content = {"command": "nox -s programs", "versions": versions, **content} | {"versions": versions}
     for word in given.programs:
         name, _, python = word.partition("=")
         content["programs"][name] = record_of(name, python)
