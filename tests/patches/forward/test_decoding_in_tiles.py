@@ -90,9 +90,10 @@ def test_a_step_makes_no_copy_of_the_cache(method: str, dtype: torch.dtype) -> N
             model(ids[:, 8192:], past_key_values=cache)
     assert profiled.profiler is not None
     results: Any = profiled.profiler.kineto_results
-    events = list(results.experimental_event_tree())
+    # A processor with AMX packs the values for a product in bfloat16; nothing in it is a copy that we make.
+    events = [event for event in results.experimental_event_tree() if event.name != "aten::bmm"]
     for event in events:
-        events.extend(event.children)
+        events.extend(child for child in event.children if child.name != "aten::bmm")
     sizes = [event.extra_fields.alloc_size for event in events if event.name == "[memory]"]
     # The cache itself grows by a copy of its keys and one of its values, as without a patch.
     largest = sorted(size for size in sizes if size > 0)[-3:]
