@@ -120,11 +120,16 @@ def state_of(question: Question, given: Json) -> str:
     differing = np.abs(ratios - 1) > TOLERANCE
     said = []
     if differing.any():
-        worst = float(ratios[np.abs(np.log(ratios)).argmax()])
-        said.append(f"{differing.sum()} of {differing.size} frequencies differ, the most {worst:.3g} times")
+        said.append(f"{differing.sum()} of {differing.size} frequencies differ, {speed(ratios)}")
     if abs(magnitude / float(right.magnitude) - 1) > TOLERANCE:
         said.append(f"magnitude {magnitude:.4g} instead of {float(right.magnitude):.4g}")
     return "; ".join(said)
+
+
+def speed(ratios: Any) -> str:
+    """Return how far off the worst of some frequencies is, from their ratios to the right ones."""
+    worst = float(ratios[np.abs(np.log(ratios)).argmax()])
+    return f"up to {worst:.3g} times too fast" if worst > 1 else f"up to {1 / worst:.3g} times too slow"
 
 
 def agrees(computed: Any, rope: formulas.Rope) -> bool:

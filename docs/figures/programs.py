@@ -26,30 +26,61 @@ def _entries() -> dict[str, Row]:
 @cache
 def _scaling(name: str) -> str:
     """The kind of scaling of a configuration, as configs call it."""
-    config = json.loads((ROOT / "conformance" / "configurations" / f"{name}.json").read_text(encoding="utf-8"))["config"]
+    config = json.loads((ROOT / "conformance" / "configurations" / f"{name}.json").read_text(encoding="utf-8"))[
+        "config"
+    ]
     scaling = config.get("rope_scaling") or {}
     return str(scaling.get("rope_type", scaling.get("type", _BASE)))
 
 
-def _states(cells: dict[str, dict[str, str]]) -> dict[str, set[str]]:
-    """The states of a program by scaling, of every configuration that it was asked about."""
-    by_scaling: dict[str, set[str]] = {}
-    for name, rows in cells.items():
-        states = {state.partition(":")[0] for state in rows.values()} - {"-"}
-        if states:
-            by_scaling.setdefault(_scaling(name), set()).update(states)
-    return by_scaling
+_FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "gemma3_text": "Gemma 3",
+    "internlm2": "InternLM2",
+    "internlm3": "InternLM3",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gpt_oss": "gpt-oss",
+    "olmo3": "OLMo 3",
+    "deepseek_v3": "DeepSeek-V3",
+    "phi3": "Phi-3",
+}
 
 
-def _row(name: str, entry: Row, record: Row) -> tuple[str, ...]:
-    by_scaling = _states(record["states"]["rope_parameters"])
-    right = [scaling for scaling, states in by_scaling.items() if states == {"right"}]
-    refused = [scaling for scaling, states in by_scaling.items() if "refused" in states]
-    silent = [scaling for scaling, states in by_scaling.items() if states - {"right", "refused"}]
-    # Of a scaling that is right in one family and not in another, both columns speak.
-    right += [f"{scaling} in part" for scaling, states in by_scaling.items() if len(states) > 1 and "right" in states]
-    version = record["version"].partition(",")[0]
-    return version, *(", ".join(each) or "–" for each in (right, refused, silent)), entry.get("advice", "")
+@cache
+def _family(name: str) -> str:
+    """The family of a configuration, as people write it."""
+    config = json.loads((ROOT / "conformance" / "configurations" / f"{name}.json").read_text(encoding="utf-8"))[
+        "config"
+    ]
+    return _FAMILIES[config["model_type"]]
+
+
+def _outcome(rows: dict[str, str]) -> str | None:
+    """The worst state of a configuration: "silent", "refused", "right", or None: the program was not asked."""
+    states = {state.partition(":")[0] for state in rows.values()} - {"-"}
+    if states - {"right", "refused"}:
+        return "silent"
+    return "refused" if "refused" in states else "right" if states else None
+
+
+def _row(entry: Row, record: Row) -> tuple[str, ...]:
+    families: dict[str, dict[str, list[str]]] = {}  # scaling -> outcome -> families
+    for name, rows in record["states"]["rope_parameters"].items():
+        if (outcome := _outcome(rows)) is not None:
+            families.setdefault(_scaling(name), {}).setdefault(outcome, []).append(_family(name))
+    cells = []
+    for outcome in ("right", "refused", "silent"):
+        # Families are named where a scaling has several outcomes.
+        named = [
+            scaling if len(outcomes) == 1 else f"{scaling} ({', '.join(dict.fromkeys(outcomes[outcome]))})"
+            for scaling, outcomes in families.items()
+            if outcome in outcomes
+        ]
+        cells.append(", ".join(named) or "–")
+    number = record["version"].partition(",")[0].split()[-1]
+    return f"{entry['title']} {number}", *cells, entry.get("advice", "")
 
 
 @figure
@@ -59,7 +90,7 @@ def programs_by_kind() -> str:
     head = ("program", "computes right", "refuses", "**loses or changes in silence**", "what to do")
     for kind, title in KINDS.items():
         entries = {name: entry for name, entry in _entries().items() if entry["kind"] == kind}
-        rows = [_row(name, entry, records[name]) for name, entry in entries.items() if name in records]
+        rows = [_row(entry, records[name]) for name, entry in entries.items() if name in records]
         rows += [(entry["title"], "–", "–", "–", entry["missing"]) for entry in entries.values() if "missing" in entry]
         if rows:
             parts.append(f"### {title}\n{markdown_table(head, rows)}")
@@ -75,6 +106,7 @@ def programs_changes() -> str:
         for case, rows in record["states"]["rope_parameters"].items():
             for row, state in rows.items():
                 if state not in ("right", "-") and not state.startswith("refused"):
+                    state = state.replace("unscaled", "computed without the scaling")
                     said.setdefault(state, []).append(f"{case}{f' ({row})' if row else ''}")
         title = _entries()[name]["title"]
         lines += [f"- **{title}**, {', '.join(cases)}: {state}" for state, cases in said.items()]
