@@ -41,9 +41,12 @@ CONFIGS = (
     *("phi-3-mini-128k", "phi-4-mini"),
 )
 """Configurations of conformance/: each scaling in one or more of the families that people use it with."""
+ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 SPELLINGS = ("rope_parameters", "rope_scaling", "both")
-RUN = 300
-"""Tokens of the text that small models read."""
+RUN, ORIGINAL = 300, 64
+"""Tokens that small models read; their original length where the scaling depends on the length of the input."""
+SIZES = {"num_hidden_layers": 2, "vocab_size": 71, "intermediate_size": 64}
+"""Of small models. A layer as wide as the vocabulary would pass for the last one of ONNX Runtime GenAI's builder."""
 TOLERANCE, LOGITS_TOLERANCE = 2e-5, 1e-3
 """Relative differences of frequencies; root mean square difference of logits in standard deviations."""
 Json = dict[str, Any]
@@ -85,15 +88,51 @@ def questions(names: tuple[str, ...]) -> Iterator[Question]:
                 yield Question(name, spelling, config, entry["config"], row["layer_type"], row["length"])
 
 
+def shortened(config: Json) -> Json:
+    """Return a config for an original length of `ORIGINAL` tokens, with its other length in proportion."""
+    given: Json = json.loads(json.dumps(config))
+    original = given.get("original_max_position_embeddings", given["max_position_embeddings"])
+    for key in ("max_position_embeddings", "original_max_position_embeddings"):
+        if key in given:
+            given[key] = given[key] * ORIGINAL // original
+    return given
+
+
+def small_questions(names: tuple[str, ...]) -> Iterator[Question]:
+    """Yield the questions to a program that gives logits: a model has one answer for all its layers.
+
+    Where the scaling depends on the length of the input, one is about an input of the original length and one about a
+    longer input: an exporter may keep what holds for its example.
+    """
+    for name in names:
+        entry = json.loads((ROOT / "conformance" / "configurations" / f"{name}.json").read_text(encoding="utf-8"))
+        depends = entry["rows"][0]["length"] is not None
+        config = shortened(entry["config"]) if depends else entry["config"]
+        for spelling in SPELLINGS:
+            for length in (ORIGINAL, RUN) if depends else (None,):
+                yield Question(name, spelling, spelled(config, spelling), config, None, length)
+
+
 def unscaled(config: Json, theta: float | None = None) -> Json:
     """Return a config without its scaling; `theta`: another base."""
     kept = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
     return kept if theta is None else kept | {"rope_theta": theta}
 
 
+def with_one_list(config: Json, name: str) -> Json:
+    """Return a LongRoPE config that has the same list for short and long inputs; another config as it is."""
+    given: Json = json.loads(json.dumps(config))
+    settings = given.get("rope_scaling") or {}
+    if name in settings:
+        settings |= {"short_factor": settings[name], "long_factor": settings[name]}
+    return given
+
+
 WRONG: dict[str, Callable[[Json], Json]] = {
     "unscaled": unscaled,
     "unscaled, theta 10,000": lambda config: unscaled(config, 10_000.0),
+    "short list for a long input": lambda config: with_one_list(config, "short_factor"),
+    "long list for a short input": lambda config: with_one_list(config, "long_factor"),
 }
 """Configs that a program may run in place of the given one, without a word."""
 
@@ -111,7 +150,7 @@ def state_of(question: Question, given: Json) -> str:
         return "right"
     for name, change in WRONG.items():
         wrong = formulas.read(change(question.published), question.layer_type, question.length)
-        if agrees(computed, wrong) and abs(magnitude - 1) <= TOLERANCE:
+        if agrees(computed, wrong) and abs(magnitude / float(wrong.magnitude) - 1) <= TOLERANCE:
             return name
     expected = np.array([float(f) for f in right.inv_freq])
     if computed.shape != expected.shape:
@@ -143,7 +182,7 @@ def agrees(computed: Any, rope: formulas.Rope) -> bool:
 
 def small_model(config: Json, folder: Path) -> Any:
     """Save a model of two layers with random weights and a tokenizer, and return the model."""
-    given = json.loads(json.dumps(config)) | {"num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 64}
+    given = json.loads(json.dumps(config)) | SIZES
     given |= {"dtype": "float32", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     if given.get("layer_types"):
         given["layer_types"] = given["layer_types"][:2]
@@ -154,7 +193,11 @@ def small_model(config: Json, folder: Path) -> Any:
             if "q_proj" in name or "k_proj" in name:  # scores large enough that positions matter
                 weight.mul_(6)
     model.save_pretrained(folder)
-    tokenizer(64).save_pretrained(folder)
+    saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))  # transformers spells them its own way
+    saved = {key: value for key, value in saved.items() if key not in ROPE_KEYS}
+    saved |= {key: config[key] for key in ROPE_KEYS if key in config}
+    (folder / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
+    tokenizer(SIZES["vocab_size"]).save_pretrained(folder)
     return model
 
 
@@ -172,7 +215,7 @@ def tokenizer(words: int) -> Any:
 
 def last_logits(model: Any, config: Json, ids: list[int]) -> Any:
     """Return the logits of the last token by transformers, for the weights of a model under another config."""
-    given = json.loads(json.dumps(config)) | {"num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 64}
+    given = json.loads(json.dumps(config)) | SIZES
     other = AutoModelForCausalLM.from_config(AutoConfig.for_model(given.pop("model_type"), **given)).float().eval()
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -214,10 +257,8 @@ def record_of(program: str, python: str, names: tuple[str, ...] = CONFIGS) -> Js
     entry = PROGRAMS[program]
     port = entry.get("port", program)
     by_logits = entry.get("logits", False)
-    asked = list(questions(names))
-    if by_logits:  # a model has one answer for all its layers
-        asked = list({(x.name, x.spelling): x for x in asked if x.name in entry["families"]}.values())
-    ids = [3 + (7 * i) % 61 for i in range(RUN)]
+    asked = list(small_questions(tuple(entry["families"])) if by_logits else questions(names))
+    read = [[3 + (7 * i) % 61 for i in range(each.length or RUN)] for each in asked]
     states: Json = {spelling: {} for spelling in SPELLINGS}
     with tempfile.TemporaryDirectory() as folder:
         models: list[Any] = []
@@ -226,13 +267,12 @@ def record_of(program: str, python: str, names: tuple[str, ...] = CONFIGS) -> Js
             row: Json = {"config": each.config, "layer_type": each.layer_type, "length": each.length}
             if by_logits:
                 models.append(small_model(each.config, Path(folder, str(index))))
-                row |= {"folder": str(Path(folder, str(index))), "rows": [ids]}
+                row |= {"folder": str(Path(folder, str(index))), "rows": [read[index]]}
             rows.append(row)
         answers = ask(python, port, rows)
     for index, (each, given) in enumerate(zip(asked, answers["answers"], strict=True)):
-        state = state_of_logits(each, models[index], ids, given) if by_logits else state_of(each, given)
-        parts = () if by_logits else (each.layer_type, each.length)
-        row_name = ", ".join(str(part) for part in parts if part is not None)
+        state = state_of_logits(each, models[index], read[index], given) if by_logits else state_of(each, given)
+        row_name = ", ".join(str(part) for part in (each.layer_type, each.length) if part is not None)
         states[each.spelling].setdefault(each.name, {})[row_name] = state
     return {"version": answers["version"], "date": datetime.now(UTC).date().isoformat(), "states": states}
 
