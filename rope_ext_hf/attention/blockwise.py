@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -287,28 +287,36 @@ class _Attention:
         one_tile = edges.zones == 1 and self.rule.window_size is None  # or two tiles, for which torch has kernels
         if modifiers.plain and (one_tile or not self._is_launch_bound(windows, query, key)):
             return None
-        rows = slice(None) if len(set(padding)) > 1 else slice(1)  # rows padded alike have the same positions
-        m = self.positions.query_positions[rows].to(self.device)
-        n = self.positions.key_positions[rows, self.positions.total - count :].to(self.device)
+        evicted = self.positions.total - count
+        pads = tuple(padding) if len(set(padding)) > 1 else padding[:1]  # rows padded alike have the same positions
+
+        def positions(first_index: int) -> Tensor:
+            # Counted here: at padding behind the tokens of a row, the positions of the call are those of this row.
+            at = torch.arange(first_index, self.positions.total, device=self.device)[None]
+            return at if pads == (0,) else (at - constant(pads, self.device, torch.int64)[:, None]).clamp(min=0)
+
         # The first keys that a query may see, and may see in the nearest zone: an anchor lies up to a step before it.
         first, first_near = (max(0, count - tokens - edges.step + 1 + edge) for edge in (edges.last, edges.first))
         queries, far_zones = ("one launch", tokens), tuple(range(1, edges.zones))
         near, far = key[:, :, first_near:], key[:, :, first:]
-        near_keys = self._rotation_to_own(lambda: n[:, first_near:], ("one launch", first_near, count))
-        far_keys = self._rotation_to_far(lambda: n[:, first:], ("one launch", first, count)) if far_zones else None
+        near_keys = self._rotation_to_own(lambda: positions(evicted + first_near), ("one launch", first_near, count))
+        far_keys = None
+        if far_zones:
+            far_keys = self._rotation_to_far(lambda: positions(evicted + first), ("one launch", first, count))
         if tokens >= _MIN_FUSED_QUERIES:  # many queries read the keys again and again: they are rotated before
             near, far = self._rotate(near_keys, near), self._rotate(far_keys, far)
             near_keys = far_keys = None
+        m = partial(positions, self.positions.total - tokens)
         zoned = ZonedAttention(
             edges=edges,
-            padding=constant(padding[rows], self.device, torch.int32),
+            padding=constant(pads, self.device, torch.int32),
             total=self.positions.total,
-            to_near=self._rotation_to_own(lambda: m, queries),
-            to_far=self._rotation_to_zones(far_zones, lambda: m, queries) if far_zones else None,
+            to_near=self._rotation_to_own(m, queries),
+            to_far=self._rotation_to_zones(far_zones, m, queries) if far_zones else None,
             near_keys=near_keys,
             far_keys=far_keys,
             layout=None if self.rotation is None else self.rotation.layout,
-            temperature=self._temperature(torch.float32, lambda: m, queries),
+            temperature=self._temperature(torch.float32, m, queries),
         )
         value, parts = value[:, :, first:], parts_of_keys(query, far)
         return attend_fused(

@@ -151,9 +151,9 @@ def _launch(
     several = parts > 1
     partial = torch.empty(parts, rows, kv_heads, tokens * group, width, device=device) if several else out
     lse = torch.empty(parts, rows, kv_heads, tokens * group, device=device) if several else zoned.padding
-    near_cos, near_sin, *near_steps = _table(zoned.to_near, 1, zoned.padding)
-    far_cos, far_sin, *far_steps = _table(zoned.to_far, max(1, edges.zones - 1), zoned.padding)
-    # Triton selects between the two: where one is missing, the other stands in its place.
+    # Triton selects between near and far: where one is missing, the other stands in its place, and is not read.
+    near_cos, near_sin, *near_steps = _table(zoned.to_near or zoned.to_far, 1, zoned.padding)
+    far_cos, far_sin, *far_steps = _table(zoned.to_far or zoned.to_near, max(1, edges.zones - 1), zoned.padding)
     near_key_cos, near_key_sin, *near_key_steps = _table(zoned.near_keys or zoned.far_keys, 1, zoned.padding)
     far_key_cos, far_key_sin, *far_key_steps = _table(zoned.far_keys or zoned.near_keys, 1, zoned.padding)
     temperature = zoned.temperature

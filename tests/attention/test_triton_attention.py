@@ -46,12 +46,14 @@ class Case(NamedTuple):
     parts: int = 1
     sinks: bool = False
     softcap: float | None = None
+    ends: int = 0  # padded tokens behind those of the first row; their position is that of its last token
 
 
 EVERY_RULE = [
     Case(200),
     Case(70, past=130, padding=(0, 37)),
     Case(200, padding=(0, 150)),  # some blocks of queries see no key
+    Case(100, padding=(0, 0), ends=40),
     Case(1, past=299, parts=4),
     Case(2, past=299, padding=(5, 0), parts=3, sinks=True),
     Case(1, past=299, padding=(290, 0), parts=3),  # parts without a key
@@ -104,6 +106,7 @@ def attention_of(case: Case, rule: AttentionRule, rotary: Rotary, device: str) -
     rotation = None if case.layout is None else Rotation(RotationTable(rotary.inv_freq()), case.layout)
     at = torch.arange(length)[None] - torch.tensor(case.padding)[:, None]
     clamped = at.clamp(min=0)
+    clamped[0] = clamped[0].clamp(max=length - case.ends - 1)
 
     def attention(place: str, dtype: torch.dtype) -> Tensor:
         mask = (at >= 0).to(place) if any(case.padding) else None
@@ -126,7 +129,10 @@ def attention_of(case: Case, rule: AttentionRule, rotary: Rotary, device: str) -
         patch.setattr(blockwise, "_LAUNCH_BOUND", float("inf"))
         kernel = attention(device, case.dtype).cpu().float()
     assert launches["attention"] == 1
-    real = (at[:, case.past :] >= 0)[:, None, :, None]
+    real = (at[:, case.past :] >= 0)[:, None, :, None].expand(rows, -1, -1, -1).clone()
+    if case.ends:
+        real[0, :, -case.ends :] = False
+        kernel = kernel * real
     assert not (kernel * ~real).any()
     return kernel, expected * real
 

@@ -22,7 +22,14 @@ SPILLED = {"reading": 720, "step": 24}
 
 
 def launch(
-    tokens: int, count: int, dim: int, parts: int = 1, pairing: str = "half", rows: int = 1, **more: Any
+    tokens: int,
+    count: int,
+    dim: int,
+    parts: int = 1,
+    pairing: str = "half",
+    rows: int = 1,
+    turns: str = "near far",
+    **more: Any,
 ) -> None:
     query = torch.zeros(rows, tokens, HEADS, dim, dtype=torch.bfloat16).transpose(1, 2)
     key, value = torch.zeros(2, rows, KV_HEADS, count, dim, dtype=torch.bfloat16)
@@ -31,12 +38,11 @@ def launch(
     def table(size: int) -> KeyRotation:
         return KeyRotation(*torch.zeros(2, 1, 1, size, dim // 2))
 
-    near_keys = table(near.shape[2]) if tokens < 16 else None  # as `_Attention` has it
+    near_keys = table(near.shape[2]) if tokens < 16 and "near" in turns else None  # as `_Attention` has it
     padding, temperature = torch.zeros(rows, dtype=torch.int32), torch.zeros(1, 1, tokens, 1)
-    zoned = ZonedAttention(
-        ZoneEdges(2, -1000), padding, count, table(tokens), table(tokens), near_keys, None,
-        KeyLayout(pairing, 0, dim), temperature,
-    )  # fmt: skip
+    to_near, to_far = (table(tokens) if zone in turns else None for zone in ("near", "far"))
+    layout = KeyLayout(pairing, 0, dim)
+    zoned = ZonedAttention(ZoneEdges(2, -1000), padding, count, to_near, to_far, near_keys, None, layout, temperature)
     attend_fused(zoned, query, near, key, value, 0.1, parts=parts, **more)
 
 
@@ -60,6 +66,16 @@ def test_the_kernel_keeps_its_budget(work: str, tokens: int, parts: int, dim: in
 def test_sinks_soft_caps_and_other_pairings_fit(tokens: int, target: str) -> None:
     with WithoutDevice(target, *KERNELS) as device:
         launch(tokens, 4096, 128, pairing="interleaved", sinks=torch.zeros(HEADS), softcap=30.0)
+    (variant,) = device.variants
+    assert not spills_in_products(variant), resources(variant)
+
+
+@pytest.mark.parametrize("tokens", [1, 1024])
+@pytest.mark.parametrize("turns", ["near", "far", ""])
+def test_queries_and_keys_may_stay_where_they_are(turns: str, tokens: int) -> None:
+    """Dual chunk attention and stairs turn queries for far zones alone, and layers without RoPE turn none."""
+    with WithoutDevice("sm_90", *KERNELS) as device:
+        launch(tokens, 4096, 64, turns=turns)
     (variant,) = device.variants
     assert not spills_in_products(variant), resources(variant)
 
