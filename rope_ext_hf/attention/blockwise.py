@@ -284,6 +284,8 @@ class _Attention:
         usable, windows = usable_kernel(query, value)  # not usable where the user allows no fused kernel
         if edges is None or padding is None or not usable or not modifiers.zoned or self.scale <= 0:
             return None
+        if modifiers.softcap is not None and modifiers.softcap <= 0:
+            return None
         one_tile = edges.zones == 1 and self.rule.window_size is None  # or two tiles, for which torch has kernels
         if modifiers.plain and (one_tile or not self._is_launch_bound(windows, query, key)):
             return None

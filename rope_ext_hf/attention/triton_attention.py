@@ -33,8 +33,9 @@ _DTYPES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD = 256
 _FEWEST_PART_KEYS = 256  # keys in a part, at least: fewer would not pay for merging it
 _MOST_PARTS = 64
-_UNUSABLE: set[torch.device] = set()
-"""Devices for which Triton could not build the kernel."""
+_MOST_OWNERS = 65_535  # rows times key heads: a grid of CUDA has no more programs in its second dimension
+_UNUSABLE: set[tuple[torch.device, int, int]] = set()
+"""Devices, with the dims of queries and of values per head, for which Triton could not build the kernel."""
 
 
 class ZonedAttention(NamedTuple):
@@ -69,12 +70,18 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
     Gradients, graphs that torch compiles, and heads of more than 256 dims are not for it.
     """
-    if not can_fuse(query) or key.requires_grad or value.requires_grad or query.device in _UNUSABLE:
+    if not can_fuse(query) or key.requires_grad or value.requires_grad or _heads(query, value) in _UNUSABLE:
+        return False
+    if not query.dtype == key.dtype == value.dtype or len(key) * key.shape[1] > _MOST_OWNERS:
         return False
     if torch.version.hip is not None or torch.cuda.get_device_capability(query.device)[0] < 8:
         return False
     widest = max(query.shape[-1], value.shape[-1])
     return query.dtype in _DTYPES and widest <= _WIDEST_HEAD
+
+
+def _heads(query: Tensor, value: Tensor) -> tuple[torch.device, int, int]:
+    return query.device, query.shape[-1], value.shape[-1]
 
 
 def attend_fused(
@@ -110,7 +117,9 @@ def attend_fused(
     except Exception as error:  # whatever a compiler or a driver may raise before the kernel runs
         if query.device.type != "cuda" or isinstance(error, torch.cuda.OutOfMemoryError):
             raise
-        _UNUSABLE.add(query.device)
+        if torch.cuda.is_current_stream_capturing():  # nothing can be built meanwhile
+            raise
+        _UNUSABLE.add(_heads(query, value))
         warnings.warn(
             f"Triton could not build the kernel of attention, so several launches do the same: {error}", stacklevel=2
         )
@@ -156,7 +165,8 @@ def _launch(
     far_cos, far_sin, *far_steps = _table(zoned.to_far or zoned.to_near, max(1, edges.zones - 1), zoned.padding)
     near_key_cos, near_key_sin, *near_key_steps = _table(zoned.near_keys or zoned.far_keys, 1, zoned.padding)
     far_key_cos, far_key_sin, *far_key_steps = _table(zoned.far_keys or zoned.near_keys, 1, zoned.padding)
-    temperature = zoned.temperature
+    temperature = None if zoned.temperature is None else zoned.temperature.contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
     factors, sink_scores = (zoned.padding if x is None else x for x in (temperature, sinks))  # not read where missing
     scores, cap = (scale * _LOG2_E, 1.0) if softcap is None else (2 * _LOG2_E * scale / softcap, softcap * _LOG2_E)
     with launching_on(device):
@@ -348,6 +358,7 @@ if triton is not None:
             if SINKS:
                 sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
                 higher = tl.maximum(highest, sink)
+                higher = tl.where(higher == float("-inf"), 0.0, higher)
                 kept = tl.exp2(highest - higher)
                 merged, weight = merged * kept[:, None], weight * kept + tl.exp2(sink - higher)
         merged = merged / tl.where(weight > 0, weight, 1.0)[:, None]

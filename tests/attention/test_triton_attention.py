@@ -119,8 +119,9 @@ def attention_of(case: Case, rule: AttentionRule, rotary: Rotary, device: str) -
     expected, launches, launch = attention("cpu", torch.float32), Counter[str](), triton_attention._launch
 
     def counted(*arguments: Any) -> Tensor:
+        out = launch(*arguments)
         launches["attention"] += 1
-        return launch(*arguments)
+        return out
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_attention, "_launch", counted)

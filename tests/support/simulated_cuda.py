@@ -277,6 +277,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
             "reset_peak_memory_stats": lambda *_: setattr(self, "peak", self.live),
             "mem_get_info": lambda *_: (self.memory - self.live, self.memory),
             "empty_cache": lambda: None,
+            "is_current_stream_capturing": lambda: False,
             "set_sync_debug_mode": self._set_sync_debug_mode,
             "Stream": _Stream,
             "default_stream": _Stream,
