@@ -112,7 +112,7 @@ def run(way: str, source: Path, target: Path) -> dict[str, float]:
                 pass
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started, peak = time.perf_counter(), 0
-    # as after an installation: without compiled modules each command would compile its own anew
+    # An installation has compiled modules; with this variable every command would compile them again.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command, silent = command_of(way, source, target), subprocess.DEVNULL
     process = subprocess.Popen(command, stdout=silent, stderr=silent, env=environment)

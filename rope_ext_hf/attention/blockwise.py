@@ -320,7 +320,8 @@ class _Attention:
             layout=None if self.rotation is None else self.rotation.layout,
             temperature=self._temperature(torch.float32, m, queries),
         )
-        value, parts = value[:, :, first:], parts_of_keys(query, far)
+        value = value[:, :, first:]
+        parts = parts_of_keys(query, value)
         return attend_fused(
             zoned, query, near, far, value, self.scale, sinks=modifiers.sinks, softcap=modifiers.softcap, parts=parts
         )

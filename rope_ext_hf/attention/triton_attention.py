@@ -12,6 +12,7 @@ rotation of the queries; the keys come as the nearest zone and as the far zones 
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ try:
 except ImportError:
     triton = None
 
-_LOG2_E = 1.4426950408889634
+_LOG2_E = math.log2(math.e)  # scores are powers of 2 inside the kernels
 _DTYPES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD = 256
 _FEWEST_PART_KEYS = 256  # keys in a part, at least: fewer would not pay for merging it
@@ -126,11 +127,11 @@ def attend_fused(
         return None
 
 
-def parts_of_keys(query: Tensor, key: Tensor) -> int:
+def parts_of_keys(query: Tensor, value: Tensor) -> int:
     """Return the number of parts to cut the keys into, so that every multiprocessor of the device has a program."""
     rows, heads, tokens, dim = query.shape
-    kv_heads, keys = key.shape[1], key.shape[2]
-    block = _sizes(tokens * heads // kv_heads, dim)[0]
+    _, kv_heads, keys, width = value.shape
+    block = _sizes(tokens * heads // kv_heads, max(dim, width))[0]
     programs = rows * kv_heads * -(-tokens * heads // kv_heads // block)
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     return max(1, min(2 * processors // programs, keys // _FEWEST_PART_KEYS, _MOST_PARTS))
@@ -208,6 +209,7 @@ def _table(rotation: KeyRotation | None, zones: int, unused: Tensor) -> tuple[Te
 
 
 if triton is not None:
+    _LOG2_E_OF_KERNEL = tl.constexpr(_LOG2_E)
     _VARYING = ["tokens", "total", "evicted", "before_near", "part_keys"]
     _VARYING += ["zones", "step", "first_edge", "band", "last_edge", "near_row_step", "far_row_step", "row_tokens"]
     _VARYING += ["padding_row", "near_key_step", "far_key_step"]
@@ -356,7 +358,7 @@ if triton is not None:
         else:
             write = out + row * out_row + head * out_head + token.to(tl.int64) * out_token
             if SINKS:
-                sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+                sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E_OF_KERNEL
                 higher = tl.maximum(highest, sink)
                 higher = tl.where(higher == float("-inf"), 0.0, higher)
                 kept = tl.exp2(highest - higher)
@@ -420,7 +422,7 @@ if triton is not None:
         scores = tl.load(lse + place, mask=part < parts, other=float("-inf"))
         highest = tl.max(scores, 0)
         if SINKS:
-            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E_OF_KERNEL
             highest = tl.maximum(highest, sink)
         highest = tl.where(highest == float("-inf"), 0.0, highest)
         weights = tl.exp2(scores - highest)

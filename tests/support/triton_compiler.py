@@ -147,7 +147,7 @@ def _read_nvidia(asm: Any) -> tuple[int, int, frozenset[int], frozenset[int]]:
 
 
 def spills_in_products(variant: Any) -> int:
-    """How many instructions read or write spilled registers in the innermost loops that multiply matrices."""
+    """Count the instructions that read or write spilled registers, in the innermost loops that multiply matrices."""
     lines = _nvidia_tool("nvdisasm", "-c", variant.asm).splitlines()
     labels = {match[1]: at for at, line in enumerate(lines) if (match := re.match(r"\s*(\.L\S+):", line))}
     jumps = ((at, re.search(r"\bBRA\b.*\((\.L\S+)\)", line)) for at, line in enumerate(lines))
