@@ -9,21 +9,18 @@ the config, and "missing" that the port does not ask the program about such conf
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent / "ports"))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE / "ports"), str(HERE.parents[1] / "conformance")]
+
+from kit import call  # noqa: E402
+
 Json = dict[str, Any]
-
-
-def call(function: Any, *positional: Any, **optional: Any) -> Any:
-    """Call a function with those of the optional arguments that it takes."""
-    taken = inspect.signature(function).parameters
-    return function(*positional, **{name: value for name, value in optional.items() if name in taken})
 
 
 def answer(port: Any, question: Json) -> Json:

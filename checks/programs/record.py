@@ -78,10 +78,17 @@ def spelled(config: Json, spelling: str) -> Json:
     return saved | former
 
 
+def configuration(name: str) -> Json:
+    """Return a configuration of conformance/."""
+    path = ROOT / "conformance" / "configurations" / f"{name}.json"
+    entry: Json = json.loads(path.read_text(encoding="utf-8"))
+    return entry
+
+
 def questions(names: tuple[str, ...]) -> Iterator[Question]:
     """Yield every question about these configurations of conformance/, in every spelling."""
     for name in names:
-        entry = json.loads((ROOT / "conformance" / "configurations" / f"{name}.json").read_text(encoding="utf-8"))
+        entry = configuration(name)
         for spelling in SPELLINGS:
             for row in entry["rows"]:
                 config = spelled(entry["config"], spelling)
@@ -105,7 +112,7 @@ def small_questions(names: tuple[str, ...]) -> Iterator[Question]:
     longer input: an exporter may keep what holds for its example.
     """
     for name in names:
-        entry = json.loads((ROOT / "conformance" / "configurations" / f"{name}.json").read_text(encoding="utf-8"))
+        entry = configuration(name)
         depends = entry["rows"][0]["length"] is not None
         config = shortened(entry["config"]) if depends else entry["config"]
         for spelling in SPELLINGS:
@@ -138,11 +145,7 @@ WRONG: dict[str, Callable[[Json], Json]] = {
 
 
 def state_of(question: Question, given: Json) -> str:
-    """Return "right", "refused: ...", "-" (not asked), the name of a wrong config, or what differs."""
-    if "refused" in given:
-        return f"refused: {given['refused']}"
-    if given.get("missing"):
-        return "-"
+    """Return "right", the name of a wrong config, or what differs."""
     computed = np.array(given["inv_freq"])
     right = formulas.read(question.published, question.layer_type, question.length)
     magnitude = given.get("magnitude", float(right.magnitude))
@@ -224,8 +227,6 @@ def last_logits(model: Any, config: Json, ids: list[int]) -> Any:
 
 def state_of_logits(question: Question, model: Any, ids: list[int], given: Json) -> str:
     """Return the state as `state_of` does, for a program that gives logits."""
-    if "refused" in given:
-        return f"refused: {given['refused']}"
     computed = np.array(given["logits"][0])
     differences = {}
     configs = {"right": question.published} | {name: change(question.published) for name, change in WRONG.items()}
@@ -271,7 +272,14 @@ def record_of(program: str, python: str, names: tuple[str, ...] = CONFIGS) -> Js
             rows.append(row)
         answers = ask(python, port, rows)
     for index, (each, given) in enumerate(zip(asked, answers["answers"], strict=True)):
-        state = state_of_logits(each, models[index], read[index], given) if by_logits else state_of(each, given)
+        if "refused" in given:
+            state = f"refused: {given['refused']}"
+        elif "missing" in given:
+            state = "-"  # not asked
+        elif by_logits:
+            state = state_of_logits(each, models[index], read[index], given)
+        else:
+            state = state_of(each, given)
         row_name = ", ".join(str(part) for part in (each.layer_type, each.length) if part is not None)
         states[each.spelling].setdefault(each.name, {})[row_name] = state
     return {"version": answers["version"], "date": datetime.now(UTC).date().isoformat(), "states": states}
@@ -285,8 +293,8 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     content: Json = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"programs": {}}
-    versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}  # for the answers
-    content = {"command": "nox -s programs", "versions": versions, **content} | {"versions": versions}
+    content["command"] = "nox -s programs"
+    content["versions"] = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
     for word in given.programs:
         name, _, python = word.partition("=")
         content["programs"][name] = record_of(name, python)

@@ -24,12 +24,15 @@ def _entries() -> dict[str, Row]:
 
 
 @cache
+def _config(name: str) -> Row:
+    path = ROOT / "conformance" / "configurations" / f"{name}.json"
+    config: Row = json.loads(path.read_text(encoding="utf-8"))["config"]
+    return config
+
+
 def _scaling(name: str) -> str:
     """The kind of scaling of a configuration, as configs call it."""
-    config = json.loads((ROOT / "conformance" / "configurations" / f"{name}.json").read_text(encoding="utf-8"))[
-        "config"
-    ]
-    scaling = config.get("rope_scaling") or {}
+    scaling = _config(name).get("rope_scaling") or {}
     return str(scaling.get("rope_type", scaling.get("type", _BASE)))
 
 
@@ -48,13 +51,9 @@ _FAMILIES = {
 }
 
 
-@cache
 def _family(name: str) -> str:
     """The family of a configuration, as people write it."""
-    config = json.loads((ROOT / "conformance" / "configurations" / f"{name}.json").read_text(encoding="utf-8"))[
-        "config"
-    ]
-    return _FAMILIES[config["model_type"]]
+    return _FAMILIES[_config(name)["model_type"]]
 
 
 def _outcome(rows: dict[str, str]) -> str | None:

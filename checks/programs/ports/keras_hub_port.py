@@ -40,13 +40,13 @@ def _backbone(written: str) -> Any:
 
 def _rotary(config: dict[str, Any], layer_type: str | None) -> Any:
     """Return the rotary layer of the first layer, or of the last one for "full_attention"."""
-    found = [
+    modules = [
         inner
         for layer in _backbone(json.dumps(config)).layers
         for inner in layer._flatten_layers(include_self=False)
         if "RotaryEmbedding" in type(inner).__name__
     ]
-    return found[-1 if layer_type == "full_attention" else 0]
+    return modules[-1 if layer_type == "full_attention" else 0]
 
 
 def _head_dim(config: dict[str, Any]) -> int:

@@ -30,7 +30,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
-"""Those of these configs among `SUPPORTED_ARCHS`; lmdeploy runs the others with its PyTorch engine."""
+"""Architectures that are in `SUPPORTED_ARCHS`; lmdeploy runs the other families with its PyTorch engine."""
 # The compiled module needs CUDA; the parser fills its structures.
 turbomind._tm = MagicMock(AttentionConfig=lambda: SimpleNamespace(rope=SimpleNamespace()))
 utils = importlib.import_module("lmdeploy.turbomind.models.utils")

@@ -7,12 +7,8 @@ from functools import cache
 from importlib.metadata import version as installed
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
-import rotation
 from mlx_lm.utils import _get_classes
-
-mx.set_default_device(mx.cpu)
+from mlx_rope import Rope
 
 
 def version() -> str:
@@ -25,20 +21,13 @@ def _model(written: str) -> Any:
     return model(arguments.from_dict(json.loads(written)))
 
 
-def _pairs(config: dict[str, Any], layer_type: str | None, length: int | None) -> Any:
-    layers = _model(json.dumps(config)).layers
-    rope = layers[config["layer_types"].index(layer_type) if layer_type else 0].self_attn.rope
-    width = getattr(rope, "dims", None) or rope.dim
-
-    def rotate(vectors: Any) -> Any:
-        return np.array(rope(mx.array(vectors)[None, None])[0, 0])
-
-    return rotation.pairs(rotate, width, length)
+def _rope(config: dict[str, Any], layer_type: str | None, length: int | None) -> Rope:
+    return Rope(_model(json.dumps(config)).layers, config, layer_type, length)
 
 
 def inv_freq(config: dict[str, Any], layer_type: str | None = None, length: int | None = None) -> Any:
-    return np.angle(_pairs(config, layer_type, length)).tolist()
+    return _rope(config, layer_type, length).inv_freq()
 
 
-def magnitude(config: dict[str, Any], layer_type: str | None = None, length: int | None = None) -> float:
-    return float(np.median(np.abs(_pairs(config, layer_type, length))))
+def magnitude(config: dict[str, Any], layer_type: str | None = None, length: int | None = None) -> Any:
+    return _rope(config, layer_type, length).magnitude()

@@ -7,9 +7,8 @@ from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import transformers
+from exported import last_logits
 from optimum.exporters.openvino import main_export
 from optimum.intel import OVModelForCausalLM
 
@@ -26,5 +25,4 @@ def logits(folder: Path, rows: list[list[int]]) -> Any:
     with tempfile.TemporaryDirectory() as made:
         main_export(str(folder), made, task="text-generation-with-past", convert_tokenizer=False)
         model = OVModelForCausalLM.from_pretrained(made, ov_config={"INFERENCE_PRECISION_HINT": "f32"})
-        inputs = [{"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row)).long()} for row in rows]
-        return np.stack([model(**each).logits[0, -1].double().numpy() for each in inputs])
+        return last_logits(model, rows)
