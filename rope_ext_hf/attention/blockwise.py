@@ -134,7 +134,7 @@ class _Attention:
         if left_padding is None or not self.modifiers.plain:
             return self._eager(needs_grad, query, key, value)
         padded_alike = len(set(left_padding)) == 1
-        if not needs_grad and self._rotates_in_tiles(query):
+        if self._rotates_in_tiles(query, key):
             return self._eager(needs_grad, query, key, value)
         usable, windows = usable_kernel(query, value)
         if not usable or (not padded_alike and query.shape[-2] < _MIN_FUSED_QUERIES):
@@ -194,8 +194,10 @@ class _Attention:
             return None
         return self._rotation_from_stored("far keys", lambda at: [self.rule.key_position(at)], n, name)
 
-    def _rotates_in_tiles(self, query: Tensor) -> bool:
+    def _rotates_in_tiles(self, query: Tensor, key: Tensor) -> bool:
         """Return whether the far keys are rotated as they are read: for one token on a CPU, see `TiledRotation`."""
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+            return False
         moves = self.rule.depends_on_total_length and self.rule.key_period is not None and self.rotation is not None
         # Rows padded alike have the same positions, so that one rotation serves them.
         if not moves or len(set(self.positions.left_padding or ())) != 1 or torch.compiler.is_exporting():
@@ -590,7 +592,7 @@ class _Attention:
             rotated = self._rotate(self._rotation_to_own(lambda: m, m_name), query)
             return self.modifiers.product(rotated, local_keys, m, n[:, begin:end], self.scale)
 
-        in_tiles = first_query is not None and not query.requires_grad and self._rotates_in_tiles(query)
+        in_tiles = first_query is not None and self._rotates_in_tiles(query, key)
         far_key = key if in_tiles else self._far_keys(key, lambda: n, (offset, offset + keys))
 
         def scores_in(zone: int, start: int, stop: int) -> Tensor:

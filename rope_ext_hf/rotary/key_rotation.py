@@ -34,6 +34,18 @@ class KeyLayout:
     negative_angle: bool = False  # keys are rotated by the negative of the rotary module's angles (NanoChat)
     scaled: bool = True  # False where a norm after the rotation removes the attention factor (Llama 4)
 
+    def members(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the first and of the second members of all rotated pairs, (..., dim // 2) each."""
+        start, middle, stop = self.start, self.start + self.dim // 2, self.start + self.dim
+        if self.pairing == "half":
+            return x[..., start:middle], x[..., middle:stop]
+        return x[..., start:stop:2], x[..., start + 1 : stop : 2]
+
+    def unrotated(self, width: int) -> list[slice]:
+        """Return the dims that do not rotate, in heads of `width` dims."""
+        parts = slice(0, self.start), slice(self.start + self.dim, width)
+        return [part for part in parts if part.start < part.stop]
+
 
 @dataclass
 class KeyRotation:
@@ -90,24 +102,17 @@ class KeyRotation:
             return self._apply_in_graph(keys, layout)
         if can_fuse(keys):
             return self.apply_fused(keys, layout)
-        start, pairs = layout.start, layout.dim // 2
         out = torch.empty_like(keys)
         if layout.dim < keys.shape[-1] or keys.requires_grad:  # autograd records writes into a tensor with a history
             out = out.copy_(keys)
-        # Views of the rotated dims, (rows, heads, tokens, dim). Every pair of them is rotated as
-        # x' = x cos - y sin, y' = y cos + x sin.
-        source, target = keys[..., start : start + layout.dim], out[..., start : start + layout.dim]
         upcasts = keys.device.type in _FUSED_UPCAST_DEVICES and not keys.requires_grad
         if upcasts and keys.numel() <= _MAX_LAUNCH_BOUND:
-            self._rotate_in_two_launches(source, layout, target)
+            rotated = (..., slice(layout.start, layout.start + layout.dim))
+            self._rotate_in_two_launches(keys[rotated], layout, out[rotated])
             return out
         cos, sin = self._signed(layout)
-        if layout.pairing == "half":
-            x, y = source[..., :pairs], source[..., pairs:]
-            to_x, to_y = target[..., :pairs], target[..., pairs:]
-        else:
-            x, y = source[..., 0::2], source[..., 1::2]
-            to_x, to_y = target[..., 0::2], target[..., 1::2]
+        # Every pair of dims is rotated as x' = x cos - y sin, y' = y cos + x sin.
+        (x, y), (to_x, to_y) = layout.members(keys), layout.members(out)
         if keys.dtype == cos.dtype and not keys.requires_grad:  # no temporary tensor
             torch.mul(x, cos, out=to_x).addcmul_(y, sin, value=-1)
             torch.mul(y, cos, out=to_y).addcmul_(x, sin)
@@ -124,17 +129,17 @@ class KeyRotation:
 
     def _apply_in_graph(self, keys: Tensor, layout: KeyLayout) -> Tensor:
         """Do the same as `apply` in operations that torch.compile fuses: none writes into a part of a tensor."""
-        start, stop, pairs = layout.start, layout.start + layout.dim, layout.dim // 2
-        wide = keys[..., start:stop].to(torch.promote_types(keys.dtype, self.cos.dtype))
-        half = layout.pairing == "half"
-        x, y = (wide[..., :pairs], wide[..., pairs:]) if half else (wide[..., 0::2], wide[..., 1::2])
+        wide = torch.promote_types(keys.dtype, self.cos.dtype)
+        x, y = (part.to(wide) for part in layout.members(keys))
         cos, sin = self._signed(layout)
         turned = x * cos - y * sin, y * cos + x * sin
+        half = layout.pairing == "half"
         rotated = torch.cat(turned, dim=-1) if half else torch.stack(turned, dim=-1).flatten(-2)
         rotated = rotated.to(keys.dtype)
         if layout.dim == keys.shape[-1]:
             return rotated
-        before, after = (part.expand(*rotated.shape[:-1], -1) for part in (keys[..., :start], keys[..., stop:]))
+        before, after = keys[..., : layout.start], keys[..., layout.start + layout.dim :]
+        before, after = (part.expand(*rotated.shape[:-1], -1) for part in (before, after))
         return torch.cat((before, rotated, after), dim=-1)
 
     def apply_fused(self, keys: Tensor, layout: KeyLayout, *, in_place: int = 0) -> Tensor:

@@ -16,8 +16,9 @@ from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.rotary.key_rotation import KeyLayout
 from rope_ext_hf.rotary.reading_rotation import ReadingRotation
 from rope_ext_hf.rotary.stored_keys import StoredKeys
+from rope_ext_hf.rotary.tiled_rotation import _MAX_AT_ONCE, TILE_TOKENS
 
-COUNT = 2500  # in three tiles
+COUNT = 2500  # more than one tile, the last one not full
 ROWS, KV_HEADS, HEADS, DIM = 2, 2, 6, 24
 LAYOUTS = [
     KeyLayout("half", 0, DIM),
@@ -68,6 +69,24 @@ def test_attention_of_one_token(method: Any, layout: KeyLayout) -> None:
     )
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
     assert "rotated" not in vars(keys)  # no copy was made
+
+
+def test_rows_of_different_lengths_with_heads_too_wide_for_one_part() -> None:
+    dim, layout, method = 256, KeyLayout("half", 0, 256), DynamicNTK()
+    lengths, stored = (70, 900), draw(ROWS, KV_HEADS, COUNT, dim)
+    assert KV_HEADS * TILE_TOKENS * dim > _MAX_AT_ONCE
+    rotation = ReadingRotation(
+        RotaryEmbedding(method, Rotary(dim, 10_000.0, 64)),
+        torch.tensor(lengths),
+        torch.tensor([COUNT]),
+        torch.arange(COUNT)[None],
+    )
+    query = draw(ROWS, KV_HEADS, 3, dim)
+    scores = rotation.in_tiles(torch.device("cpu"), COUNT).scores(query, stored, layout, dim**-0.5)
+    for row, length in enumerate(lengths):
+        keys = rotated_by_hand(stored[row], length, COUNT, method, layout)
+        exact = query[row].double() @ keys.mT * dim**-0.5
+        torch.testing.assert_close(scores[row].double(), exact, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["all heads", "heads that share a key as queries"])
