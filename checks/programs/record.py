@@ -7,6 +7,10 @@ Each program reads published configs as transformers 5 saves them (with rope_par
 (rope_scaling and rope_theta), and with all three keys, as folders of this package have them. A port in ports/ asks the
 program, in an environment of its own, and its numbers are compared with the papers' formulas in 40 digits. Programs
 that give no frequencies run a small model with random weights, whose logits are compared with those of transformers.
+
+Under `changed` the record has the same configs with another factor, theta and size of heads: a rule of this package
+that holds for them too does not only repeat what is known of published configs. Under `folders` it has the configs of
+folders that this package saved.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from checks.programs.folders import FAMILIES, saved_configs
 from tests.conformance import formulas
 
 HERE = Path(__file__).parent
@@ -78,17 +83,28 @@ def spelled(config: Json, spelling: str) -> Json:
     return saved | former
 
 
-def configuration(name: str) -> Json:
-    """Return a configuration of conformance/."""
+def configuration(name: str, *, changed: bool = False) -> Json:
+    """Return a configuration of conformance/, or one with another factor, theta and size of heads."""
     path = ROOT / "conformance" / "configurations" / f"{name}.json"
     entry: Json = json.loads(path.read_text(encoding="utf-8"))
+    if changed:
+        config, scaling = entry["config"], entry["config"].get("rope_scaling") or {}
+        config["rope_theta"] *= 1.5
+        if "factor" in scaling:
+            scaling["factor"] *= 1.5
+        if "long_factor" in scaling:  # as many divisors as there are pairs of dims
+            scaling["long_factor"] = [1.25 * divisor for divisor in scaling["long_factor"]]
+        elif "qk_rope_head_dim" not in config:
+            config["num_attention_heads"] *= 2
+            config["num_key_value_heads"] *= 2
+            config["head_dim"] //= 2
     return entry
 
 
-def questions(names: tuple[str, ...]) -> Iterator[Question]:
+def questions(names: tuple[str, ...], *, changed: bool = False) -> Iterator[Question]:
     """Yield every question about these configurations of conformance/, in every spelling."""
     for name in names:
-        entry = configuration(name)
+        entry = configuration(name, changed=changed)
         for spelling in SPELLINGS:
             for row in entry["rows"]:
                 config = spelled(entry["config"], spelling)
@@ -105,19 +121,27 @@ def shortened(config: Json) -> Json:
     return given
 
 
-def small_questions(names: tuple[str, ...]) -> Iterator[Question]:
+def small_questions(names: tuple[str, ...], *, changed: bool = False) -> Iterator[Question]:
     """Yield the questions to a program that gives logits: a model has one answer for all its layers.
 
     Where the scaling depends on the length of the input, one is about an input of the original length and one about a
     longer input: an exporter may keep what holds for its example.
     """
     for name in names:
-        entry = configuration(name)
+        entry = configuration(name, changed=changed)
         depends = entry["rows"][0]["length"] is not None
         config = shortened(entry["config"]) if depends else entry["config"]
         for spelling in SPELLINGS:
             for length in (ORIGINAL, RUN) if depends else (None,):
                 yield Question(name, spelling, spelled(config, spelling), config, None, length)
+
+
+def folder_questions() -> Iterator[Question]:
+    """Yield the questions about folders that this package saved."""
+    published = {name: configuration(name)["config"] for name in FAMILIES.values()}
+    for name, config in saved_configs(published):
+        settings = config["rope_parameters"]
+        yield Question(name, "saved", config, config | {"rope_theta": settings["rope_theta"]}, None, None)
 
 
 def unscaled(config: Json, theta: float | None = None) -> Json:
@@ -253,14 +277,29 @@ def ask(python: str, port: str, asked: list[Json]) -> Json:
     return answers
 
 
-def record_of(program: str, python: str, names: tuple[str, ...] = CONFIGS) -> Json:
-    """Return the states of one program for these configurations: by spelling, by configuration and by row."""
+def record_of(program: str, python: str) -> Json:
+    """Return what is recorded of one program."""
     entry = PROGRAMS[program]
-    port = entry.get("port", program)
     by_logits = entry.get("logits", False)
-    asked = list(small_questions(tuple(entry["families"])) if by_logits else questions(names))
+    names = tuple(entry["families"]) if by_logits else CONFIGS
+    ask_about = small_questions if by_logits else questions
+    parts = {
+        "states": ask_about(names),
+        "changed": ask_about(names, changed=True),
+        "folders": folder_questions(),
+    }
+    record: Json = {"date": datetime.now(UTC).date().isoformat()}
+    for part, asked in parts.items():
+        record[part], record["version"] = states_of(program, python, list(asked))
+    return record
+
+
+def states_of(program: str, python: str, asked: list[Question]) -> tuple[Json, str]:
+    """Return the answers of a program, as states by spelling, by configuration and by row, and its version."""
+    port = PROGRAMS[program].get("port", program)
+    by_logits = PROGRAMS[program].get("logits", False)
     read = [[3 + (7 * i) % 61 for i in range(each.length or RUN)] for each in asked]
-    states: Json = {spelling: {} for spelling in SPELLINGS}
+    states: Json = {each.spelling: {} for each in asked}
     with tempfile.TemporaryDirectory() as folder:
         models: list[Any] = []
         rows: list[Json] = []
@@ -282,7 +321,7 @@ def record_of(program: str, python: str, names: tuple[str, ...] = CONFIGS) -> Js
             state = state_of(each, given)
         row_name = ", ".join(str(part) for part in (each.layer_type, each.length) if part is not None)
         states[each.spelling].setdefault(each.name, {})[row_name] = state
-    return {"version": answers["version"], "date": datetime.now(UTC).date().isoformat(), "states": states}
+    return states, answers["version"]
 
 
 def main() -> None:
@@ -299,10 +338,11 @@ def main() -> None:
         name, _, python = word.partition("=")
         content["programs"][name] = record_of(name, python)
         counts: dict[str, int] = {}
-        for cells in content["programs"][name]["states"].values():
-            for state in (state for rows in cells.values() for state in rows.values()):
-                kind = state.partition(":")[0]
-                counts[kind] = counts.get(kind, 0) + 1
+        for part in ("states", "changed", "folders"):
+            for cells in content["programs"][name][part].values():
+                for state in (state for rows in cells.values() for state in rows.values()):
+                    kind = state.partition(":")[0]
+                    counts[kind] = counts.get(kind, 0) + 1
         print(name, content["programs"][name]["version"], counts, file=sys.stderr)
     content["programs"] = dict(sorted(content["programs"].items()))
     RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ import tomllib
 from functools import cache
 
 from docs.figures.registry import ROOT, Row, figure, markdown_table, read_result
+from rope_ext_hf.tools.engines.other_programs import other_programs
 
 KINDS = {
     "convert": "Convert and export",
@@ -20,7 +21,9 @@ _BASE = "theta alone"
 @cache
 def _entries() -> dict[str, Row]:
     text = (ROOT / "checks" / "programs" / "programs.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    known = other_programs()
+    shipped = {name: {"title": program.title, "advice": program.advice} for name, program in known.items()}
+    return {name: shipped.get(name, {}) | entry for name, entry in tomllib.loads(text).items()}
 
 
 @cache

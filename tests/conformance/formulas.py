@@ -150,11 +150,13 @@ def llama3(plain: list[Any], settings: Json, text: Json, length: int | None) -> 
 
 def longrope(plain: list[Any], settings: Json, text: Json, length: int | None) -> Scaled:
     """LongRoPE (2402.13753) as Phi-3 has it: a list up to the original length, another beyond."""
-    original = text["original_max_position_embeddings"]
+    original = text.get("original_max_position_embeddings") or settings["original_max_position_embeddings"]
     divisors: Sequence[float] = settings["long_factor" if (length or 0) > original else "short_factor"]
+    inv_freq = [f / mpf(divisor) for f, divisor in zip(plain, divisors, strict=True)]
+    if settings.get("attention_factor"):
+        return inv_freq, mpf(settings["attention_factor"])
     s = mpf(text["max_position_embeddings"]) / original
-    magnitude = mpmath.sqrt(1 + mpmath.log(s) / mpmath.log(original))
-    return [f / mpf(divisor) for f, divisor in zip(plain, divisors, strict=True)], magnitude
+    return inv_freq, mpmath.sqrt(1 + mpmath.log(s) / mpmath.log(original))
 
 
 KINDS: dict[str, Callable[[list[Any], Json, Json, int | None], Scaled]] = {

@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
+from rope_ext_hf.errors import (
+    CheckpointError,
+    RopeExtError,
+    ServingError,
+    UnknownMethodError,
+    capital,
+    entry,
+    listed,
+    one_line,
+    short,
+)
 from rope_ext_hf.files.model_folders import model_folder
 from rope_ext_hf.files.whole import foreign_errors, mistral_format_files, read_json
 from rope_ext_hf.models.config_keys import PATCH_KEY, rope_settings, text_settings, unread_settings
@@ -23,6 +33,7 @@ from rope_ext_hf.tools.engines.base import Engine, NotCheckedError, list_engines
 from rope_ext_hf.tools.engines.comparison import Expected, engine_difference, expected_numbers
 from rope_ext_hf.tools.engines.gguf_rules import ARCHITECTURES, OF_SLIDING_LAYERS, file_computes
 from rope_ext_hf.tools.engines.keys import Computed, length_setting
+from rope_ext_hf.tools.engines.other_programs import OtherProgram, other_programs
 from rope_ext_hf.tools.engines.programs.vllm import HF_FORMAT, of_mistral_params
 from rope_ext_hf.tools.gguf.headers import read_file_rope
 from rope_ext_hf.tools.serving.class_rotary import ClassRotary, check_described
@@ -31,7 +42,7 @@ from rope_ext_hf.tools.serving.configs import refuse_adapter
 
 @dataclass(frozen=True)
 class _EngineReport:
-    """The verdict of an audit on one engine: does it compute the same RoPE from the file as transformers?
+    """The verdict of an audit on one engine, or other program: does it compute the same RoPE as transformers?
 
     Attributes:
         engine: the name of the engine.
@@ -42,6 +53,9 @@ class _EngineReport:
         unknown: the reason why it is not known if the engine agrees; None: it is known.
         caveat: a sentence if the rules for this family were read in the engine's source, and nothing was run.
         was_run: whether its rules were checked by running anything; if not, it does not count for `Audit.agrees`.
+        label: its title with its version.
+        stops: whether it refuses the file.
+        advice: a sentence on what to do where it differs.
     """
 
     engine: str
@@ -51,6 +65,9 @@ class _EngineReport:
     unknown: str | None = None
     caveat: tuple[str, ...] = ()
     was_run: bool = True
+    label: str = ""
+    stops: bool = False
+    advice: str = ""
 
     @property
     def verdict(self) -> str:
@@ -88,6 +105,8 @@ class Audit(ShownAsTables):
         engines: a report on each engine; for a config.json transformers is the first.
         problems: the mistakes in the file itself, in sentences.
         notes: sentences on layers that the rope settings do not reach, in any engine, and on other ways to serve it.
+        others: a report on each converter, exporter and other program; they do not count for `agrees`.
+        only: the name of the engine or program that is shown; None: all engines, and a summary of the others.
     """
 
     also = ("agrees",)
@@ -95,6 +114,8 @@ class Audit(ShownAsTables):
     engines: tuple[_EngineReport, ...]
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    others: tuple[_EngineReport, ...] = ()
+    only: str | None = None
 
     @property
     def agrees(self) -> bool:
@@ -104,12 +125,29 @@ class Audit(ShownAsTables):
     @property
     def _rows(self) -> Rows:
         """The name, version and verdict of each engine, with its notes in rows of their own."""
-        rows = []
-        for report in self.engines:
+        rows, shown = [], self.engines
+        if self.only is not None:
+            named = [report for report in (*self.engines[1:], *self.others) if report.engine == self.only]
+            shown = (self.engines[0], *named)
+        for report in shown:
             rows.append((report.engine, report.version, self._verdict(report)))
             notes = () if report.computed is None else report.computed.notes
-            rows += [("", "", note) for note in (*notes, *report.caveat)]
+            advice = (report.advice,) if report.differs and report.advice else ()
+            rows += [("", "", note) for note in (*notes, *report.caveat, *advice)]
         return rows
+
+    @property
+    def _silent(self) -> str:
+        """A sentence on the other programs that compute something else without a word; empty: none is known to."""
+        by_clause: dict[str, list[str]] = {}
+        for report in self.others:
+            if report.differs and not report.stops:
+                by_clause.setdefault(report.differs, []).append(report.label)
+        if not by_clause or self.only is not None:
+            return ""
+        said = [f"{capital(clause)}: {listed(labels)}." for clause, labels in by_clause.items()]
+        command = command_line("audit", "PATH", engine="NAME")
+        return f"Some programs compute something else in silence. {' '.join(said)} Details: {command}"
 
     def _verdict(self, report: _EngineReport) -> str:
         """Return the verdict on an engine; its numbers are added if they differ from those of transformers."""
@@ -126,6 +164,7 @@ class Audit(ShownAsTables):
         remarks = [
             *(("note", note) for note in self.notes),
             *(("problem", problem) for problem in self.problems),
+            *([("other", self._silent)] if self._silent else []),
         ]
         return [[("file", self.path), *remarks], [("engine", "version", "computes"), *self._rows]]
 
@@ -134,20 +173,28 @@ class Audit(ShownAsTables):
         lines = [self.path, text_table(rows)]
         lines += [wrapped(note, "  note         ") for note in self.notes]
         lines += [wrapped(problem, "  problem      ") for problem in self.problems]
+        if self._silent:
+            lines.append(wrapped(self._silent, "  other        "))
         return "\n".join(lines)
 
 
-def audit(path: str | Path, *, revision: str | None = None) -> Audit:
+def audit(path: str | Path, *, revision: str | None = None, engine: str | None = None) -> Audit:
     """Compute RoPE from a model's config or GGUF file as each serving engine does, and compare with transformers.
+
+    Converters, exporters and other programs are compared too; those that silently compute something else are named.
 
     Args:
         path: a folder, a config.json, a GGUF file, or a Hub id (whose config alone is downloaded).
         revision: branch, tag or commit on the Hub.
+        engine: the name of the engine or program to show, with what to do; None: all engines.
 
     Raises:
+        UnknownMethodError: no engine or program has the name.
         CheckpointError, FileError: the file does not exist, is damaged, or belongs to an adapter.
         ServingError: the model has its angles as a table in its weights.
     """
+    if engine is not None:
+        entry("engine", engine, {**list_engines(), **other_programs()}, UnknownMethodError)
     file = Path(path)
     if file.suffix == ".gguf":
         return _audit_gguf(file)
@@ -155,7 +202,7 @@ def audit(path: str | Path, *, revision: str | None = None) -> Audit:
         folder = model_folder(path, revision=revision, weights=False)
         refuse_adapter(path, folder)
         file = folder / "config.json"
-    return _with_mistral_format(audit_config(read_json(file), str(file)), file.parent)
+    return _with_mistral_format(replace(audit_config(read_json(file), str(file)), only=engine), file.parent)
 
 
 def _with_mistral_format(report: Audit, folder: Path) -> Audit:
@@ -197,7 +244,8 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
         if report.differs and engine.has_plugin():
             command = command_line("serve-config", "MODEL", engine=engine.name, plugin=True)
             notes.append(f"With the plug-in of this package {engine.label} takes static frequencies: {command}")
-    return Audit(name, tuple(reports), tuple(_problems(config)), tuple(notes))
+    others = [_other_report(program, config, reference) for program in other_programs().values()]
+    return Audit(name, tuple(reports), tuple(_problems(config)), tuple(notes), tuple(others))
 
 
 @dataclass(frozen=True)
@@ -265,6 +313,21 @@ def _report(
         return replace(report, differs=f"does not run: {one_line(error)}")
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:  # values of any type
         return replace(report, differs=f"does not run: {type(error).__name__}: {error}")
+
+
+def _other_report(program: OtherProgram, config: Mapping[str, Any], reference: _Reference) -> _EngineReport:
+    """Return the report on a converter, exporter or other program."""
+    label = f"{program.title} {program.version}"
+    report = _EngineReport(program.name, program.version, None, label=label, advice=program.advice)
+    if reference.expected is None:
+        return replace(report, unknown="transformers does not run this config")
+    try:
+        computed, differs = program.computes(config, reference.expected)
+        return replace(report, computed=computed, differs=differs)
+    except NotCheckedError as error:
+        return replace(report, unknown=one_line(error))
+    except (RopeExtError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        return replace(report, differs=f"does not run: {one_line(error)}", stops=True)
 
 
 def _problems(config: Mapping[str, Any]) -> list[str]:

@@ -73,18 +73,20 @@ def gguf(
 def audit(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A folder or Hub id, a config.json or a GGUF file.")],
     revision: str | None = argument(None, "Branch, tag or commit on the Hub.", metavar="NAME"),
+    engine: str | None = argument(None, "Show this engine or other program alone, and what to do.", metavar="NAME"),
     as_json: Json = False,
 ) -> None:
     """Compare what serving engines compute from a config or GGUF.
 
     For each engine it prints the longest wavelength, the magnitude and the length, or how they differ from those of
-    transformers. The exit code is 1 if the engines do not agree, or the file has a problem.
+    transformers. The exit code is 1 if the engines do not agree, or the file has a problem. One line names the
+    converters, exporters and other programs that would silently compute something else.
 
     Example: `rope-ext audit reference`
     """
     from rope_ext_hf.tools.serving.auditing import audit as audit_path
 
-    result = audit_path(path, revision=revision)
+    result = audit_path(path, revision=revision, engine=engine)
     print_result(result, as_json)
     if not result.agrees:
         raise typer.Exit(1)

@@ -16,6 +16,7 @@ from rope_ext_hf.errors import (
     CheckpointError,
     FileError,
     ServingError,
+    UnknownMethodError,
     UnsupportedModelError,
 )
 from rope_ext_hf.tools import serving
@@ -57,7 +58,54 @@ def test_audit_finds_what_engines_ignore() -> None:
     assert "yarn: attention_factor is ignored." in given["mlx"].computed.notes
     nested = {key: value for key, value in BASE.items() if key != "rope_theta"}
     modern = rows(nested | {"rope_parameters": yarn | {"rope_theta": 1e6}})
-    assert "does not run" in modern["mlx"].differs
+    assert modern["mlx"].computed.notes == ("rope_parameters is not read; theta is 10,000, its default.",)
+    assert "frequencies differ" in modern["mlx"].differs
+    required = rows(nested | {"model_type": "olmo3", "rope_parameters": yarn | {"rope_theta": 1e6}})
+    assert "needs rope_theta at the top level" in required["mlx"].differs
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192, "rope_theta": 500_000.0}
+LLAMA_3_1 = {key: value for key, value in BASE.items() if key != "rope_theta"}
+LLAMA_3_1 |= {"max_position_embeddings": 131072, "rope_parameters": LLAMA3}
+
+
+def test_audit_names_programs_that_drop_a_scaling_in_silence() -> None:
+    report = audit_config(LLAMA_3_1)
+    others = {other.engine: other for other in report.others}
+    assert others["ctranslate2"].differs == "without its llama3 scaling"
+    assert max(others["ctranslate2"].computed.inv_freq) == 1.0
+    assert min(others["ctranslate2"].computed.inv_freq) == pytest.approx(500_000.0 ** (-126 / 128))
+    lost = "without its llama3 scaling and with theta 10,000 in place of 500,000"
+    assert others["optimum-onnx"].differs == lost
+    assert others["lmdeploy-pytorch"].differs is None
+    text = unwrapped(str(report))
+    assert "Without its llama3 scaling: CTranslate2 4.8.5, ibm-fms 1.13.1 and keras-hub 0.32.0." in text
+    assert "rope-ext audit PATH --engine NAME" in text
+    # Both spellings repair those that read the former one.
+    both = LLAMA_3_1 | {"rope_theta": 500_000.0, "rope_scaling": LLAMA3}
+    assert {other.engine for other in audit_config(both).others if other.differs} == {"ctranslate2", "ibm-fms"}
+
+
+def test_audit_shows_one_program_with_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_3_1))
+    shown = unwrapped(str(serving.audit(file, engine="ctranslate2")))
+    assert "Extend a Llama by `ntk`" in shown
+    assert "vllm" not in shown
+    assert "Some programs" not in shown
+    assert "vllm" in str(serving.audit(file, engine="vllm"))
+    with pytest.raises(UnknownMethodError, match=r"unknown engine 'ctranslate'\. Did you mean 'ctranslate2'"):
+        serving.audit(file, engine="ctranslate")
+
+
+def test_programs_that_stop_lose_nothing_in_silence() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    report = audit_config(BASE | {"rope_scaling": yarn})
+    others = {other.engine: other for other in report.others}
+    assert others["ctranslate2"].stops
+    assert "CTranslate2" not in str(report)
+    assert "frequencies differ" in others["paddleformers"].differs  # its factor is that of the lengths, which is 1
 
 
 def test_layers_without_rope_are_named() -> None:

@@ -52,11 +52,12 @@ class MLX(FormerSpellingEngine):
         notes: tuple[str, ...] = ()
         scaling = text.get("rope_scaling")
         if text.get("rope_parameters") and not scaling:
-            if text.get("rope_theta") is None:
-                raise ServingError(
-                    "the engine reads rope_theta and rope_scaling, which are missing, and not rope_parameters"
-                )
             notes = ("rope_parameters is not read, only rope_theta is.",)
+        if (scaling or {}).get("rope_theta", text.get("rope_theta")) is None:
+            theta = self.table["families"][model_type].get("theta")
+            if theta is None:
+                raise ServingError(f"mlx-lm's code for {model_type!r} needs rope_theta at the top level of config.json")
+            text["rope_theta"], notes = theta, (f"rope_parameters is not read; theta is {theta:,g}, its default.",)
         rope = RopeKeys.of({**text, "rope_parameters": None}, length)
         if model_type == "gemma3_text":
             pattern = int(text.get("sliding_window_pattern", 6))  # layer_types is not read
