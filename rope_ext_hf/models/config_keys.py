@@ -123,8 +123,9 @@ def unread_settings(text: Config) -> str | None:
         return None
     values = ", ".join(f"{key} {short(str(unread[key]))} ({short(str(read.get(key)))})" for key in differ)
     return (
-        "rope_parameters is not read here, in transformers 5 and in engines that load its config: rope_scaling and "
-        f"rope_theta beside it are; it differs in {values}. Change both, or delete rope_scaling and rope_theta"
+        "rope_parameters is not read here, in transformers 5 and in engines that load its config: rope_scaling is, "
+        f"with the rope_theta beside it, or else the theta of the class; it differs in {values}. Change both, or "
+        "delete rope_scaling and rope_theta"
     )
 
 

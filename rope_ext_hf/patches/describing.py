@@ -200,7 +200,8 @@ def describe(model: nn.Module | PatchPlan) -> Description:
 def _save_route_unpatched(settings: Mapping[str, Any]) -> str:
     """Return a text: how `save_pretrained` writes the rope settings of an unpatched model, and who cannot read them."""
     route = f"it is now (rope_type {settings.get('rope_type', 'per layer type')})"
-    if settings.get("rope_type") == "default" and settings.get("rope_theta") == _THETA_OF_FORMER_CLASSES:
+    theta = settings.get("rope_theta", _THETA_OF_FORMER_CLASSES)  # a family with a table of angles states none
+    if settings.get("rope_type") == "default" and theta == _THETA_OF_FORMER_CLASSES:
         return route
     return (
         f"{route}, in rope_parameters alone; transformers 4 reads none of it and takes the theta of its class, without "

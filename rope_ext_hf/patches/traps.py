@@ -73,7 +73,7 @@ def theta_trap(rope: ModelRope) -> str | None:
 
 
 def _unread_spelling(rope: ModelRope) -> str | None:
-    """The folder's config.json has `rope_scaling` beside `rope_parameters`, which is then not read."""
+    """Return a line for a config.json with `rope_scaling` beside `rope_parameters`, which nothing reads then."""
     name = getattr(getattr(rope.model, "config", None), "_name_or_path", None)
     file = Path(name or ".", "config.json")
     if not name or not file.is_file():
@@ -81,13 +81,14 @@ def _unread_spelling(rope: ModelRope) -> str | None:
     with suppress(RopeExtError):  # whoever loads this file explains the error
         text = text_settings(read_json(file))
         live, unread = getattr(rope.config, "rope_parameters", None) or {}, text.get("rope_parameters") or {}
-        if any(live.get(key) != value for key, value in unread.items()):  # equal: they were given in the code that loads
-            return unread_settings(text)
+        if all(live.get(key) == value for key, value in unread.items()):  # another config was given with the folder
+            return None
+        return unread_settings(text)
     return None
 
 
 def _unread_theta(rope: ModelRope) -> str | None:
-    """A `rope_theta` beside `rope_parameters` is kept as an attribute that nothing reads."""
+    """Return a line for a `rope_theta` beside `rope_parameters`, which stays an attribute that nothing reads."""
     stated = vars(rope.config).get("rope_theta")
     thetas = [embedding.plain.theta for slot in rope.slots for embedding in slot.as_loaded.values()]
     # Some classes declare the key, with a default that may not be the theta of a model.
@@ -96,12 +97,12 @@ def _unread_theta(rope: ModelRope) -> str | None:
     return (
         f"config.rope_theta = {stated:g} has no effect: transformers reads theta inside config.rope_parameters, where "
         f"it is {thetas[0]:g}, when the model is built. To change it, load the model with that in its config.json, or "
-        f"patch it: rope.patch(model, 'theta', theta={stated:g}); else delete the attribute"
+        f"patch it: rope.patch(model, 'theta', theta={stated:g}); else delete the attribute."
     )
 
 
 def _unread_truncate(seen: _Seen) -> str | None:
-    """`truncate` of yarn is read beside the settings of the layer types, and not inside them."""
+    """Return a line for a `truncate` inside the yarn settings of a layer type, which is read only beside them."""
     parameters: Mapping[str, Any] = getattr(seen.rope.config, "rope_parameters", None) or {}
     read = parameters.get("truncate", True)
     for layer_type, settings in parameters.items():
@@ -111,13 +112,13 @@ def _unread_truncate(seen: _Seen) -> str | None:
                 return (
                     f"truncate = {stated} in the yarn settings of the {layer_type} layers has no effect: transformers "
                     f"reads it beside the layer types, and runs {read}. In config.json, move it up: "
-                    f"rope_parameters['truncate'] = {stated}"
+                    f"rope_parameters['truncate'] = {stated}."
                 )
     return None
 
 
 def _unread_nomic_keys(seen: _Seen) -> str | None:
-    """The published configs of NomicBert state their scaling under keys of the code that they came with."""
+    """Return a line for NomicBert, whose published configs state lengths and scaling under keys of their own code."""
     config = seen.rope.config
     if seen.patched or config.model_type != "nomic_bert":
         return None
@@ -133,14 +134,14 @@ def _unread_nomic_keys(seen: _Seen) -> str | None:
     if trained not in (None, length):
         call += f", context_length={trained}"
     return (
-        f"Of its config, {', '.join(unread)} have no effect: the code that the model was published with reads them, and "
-        f"transformers does not, which runs {seen.method.name} with theta {seen.rotary.theta:g}. For the dynamic NTK "
-        f"scaling of that code: rope.patch(model, {call})"
+        f"transformers reads nothing of this in its config: {', '.join(unread)}. It runs {seen.method.name} with theta "
+        f"{seen.rotary.theta:g}; the code that the model was published with has a dynamic NTK scaling. "
+        f"rope.patch(model, {call}) computes that."
     )
 
 
 def _scaled_windows(seen: _Seen) -> str | None:
-    """`rope_scaling` of ModernBERT scales the layers with a window too; that of Gemma 3 and Olmo 3 does not."""
+    """Return a line for ModernBERT, whose `rope_scaling` reaches sliding-window layers; in Gemma 3 it does not."""
     if not seen.rope.config.model_type.startswith("modernbert"):
         return None
     for layer_type, embedding in seen.as_loaded:
@@ -148,7 +149,7 @@ def _scaled_windows(seen: _Seen) -> str | None:
             return (
                 f"The {layer_type} layers are scaled as well ({embedding.method.name}), although they see no further "
                 "than their window: transformers puts rope_scaling of this family into the settings of all layers. "
-                "Load the model without it, and patch it: a patch leaves these layers alone"
+                "Load the model without it, and patch it: a patch leaves these layers alone."
             )
     return None
 
@@ -157,19 +158,19 @@ def _scaled_windows(seen: _Seen) -> str | None:
 
 
 def _earlier_lengths(seen: _Seen) -> str | None:
-    """The module of `dynamic` keeps the frequencies of the longest input until an input below the trained length."""
+    """Return a line for `dynamic`, whose module keeps the frequencies of the longest input so far."""
     factor = getattr(seen.method, "factor", None)
     if seen.patched or seen.method.name != "dynamic-ntk" or factor is None:
         return None
     return (
         "transformers keeps the frequencies of the longest input so far for later inputs of "
         f"{seen.rotary.context_length:,} tokens and more, and gives every row of a batch those of the longest row. "
-        f"rope.patch(model, 'dynamic', factor={factor:g}) takes those of each row"
+        f"rope.patch(model, 'dynamic', factor={factor:g}) takes those of each row."
     )
 
 
 def _stale_cache(seen: _Seen) -> str | None:
-    """With two lists of longrope, only the classes of Phi-3 renew the cache when a text passes the original length."""
+    """Return a line for longrope with two lists, between which only the classes of Phi-3 renew the cache."""
     model, two_lists = _generating(seen.rope.model), seen.method.name == "longrope" and seen.follows_length
     if model is None or not two_lists or _RENEWS_CACHE in _names_read(type(model).prepare_inputs_for_generation):
         return None
@@ -178,21 +179,21 @@ def _stale_cache(seen: _Seen) -> str | None:
         "leaves in the cache the keys that short_factor rotated"
     )
     if not seen.patched:
-        return f"{stale}. rope.patch(model, 'default') rotates them anew"
+        return f"{stale}. rope.patch(model, 'default') rotates them anew."
     if seen.method.rope_parameters(seen.rotary) is None:  # plain transformers cannot load it
         return None
-    return f"Loaded from the saved folder by plain transformers, without this patch: {stale}"
+    return f"Loaded from the saved folder by plain transformers, without this patch: {stale}."
 
 
 def _assisted_generation(seen: _Seen) -> str | None:
-    """Assisted generation reads several tokens in one forward, and so at the length of the last of them."""
+    """Return a line for frequencies that follow the length, which assisted generation takes from later tokens."""
     if not seen.follows_length or _generating(seen.rope.model) is None:
         return None
     return (
         "Assisted generation (assistant_model, prompt_lookup_num_tokens) may give another output than generation "
         f"without it beyond {seen.rotary.context_length:,} tokens, because it reads several tokens at the length of "
         "the last one. Within rope.fixed_length(model, LENGTH) "
-        + ("both agree" if seen.patched else "both agree, once the model is patched")
+        + ("both agree." if seen.patched else "both agree, once the model is patched.")
     )
 
 
