@@ -61,7 +61,7 @@ def own_keys(model_type: str) -> Mapping[str, str]:
     return CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}
 
 
-def default_theta(model_type: str) -> float | None:
+def _default_theta(model_type: str) -> float | None:
     """Return the theta that transformers 5 takes for a model type whose config states none.
 
     None where there is no one number: the layers have rotary embeddings with thetas of their own.
@@ -114,7 +114,7 @@ def unread_settings(text: Config) -> str | None:
         return None
     try:
         unread = rope_settings({**text, "rope_scaling": None})
-        theta = text.get("rope_theta") or default_theta(str(text.get("model_type")))
+        theta = text.get("rope_theta") or _default_theta(str(text.get("model_type")))
         read = rope_settings({**text, "rope_theta": theta})
     except ServingError:  # whoever reads these settings explains the error
         return None

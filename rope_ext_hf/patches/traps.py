@@ -24,8 +24,6 @@ from rope_ext_hf.models.config_keys import text_settings, unread_settings
 from rope_ext_hf.models.layer_types import SLIDING, LayerType
 from rope_ext_hf.patches.model_rope import ModelRope
 
-__all__ = ["is_encoder", "theta_trap", "traps"]
-
 _RENEWS_CACHE = "original_max_position_embeddings"
 """The config key that `prepare_inputs_for_generation` reads in the classes that renew their cache (Phi-3)."""
 

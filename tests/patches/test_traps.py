@@ -68,6 +68,15 @@ def test_rope_scaling_beside_rope_parameters_loses_theta(edited: Path) -> None:
     assert line(model, "rope_parameters is not read here") == note
 
 
+def test_the_command_says_it_once(edited: Path) -> None:
+    from rope_ext_hf.cli.folders import described
+    from rope_ext_hf.cli.options import SourceOptions
+
+    source = SourceOptions()
+    notes = described(source.empty_model(str(edited)), str(edited), source).notes
+    assert len([note for note in notes if "rope_parameters is not read here" in note]) == 1
+
+
 def test_rope_scaling_with_its_theta_loses_nothing(edited: Path) -> None:
     config = json.loads((edited / "config.json").read_text())
     config["rope_parameters"] = config["rope_scaling"] | {"rope_theta": 500_000.0}
