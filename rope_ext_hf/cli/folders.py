@@ -110,7 +110,7 @@ def described(empty: PreTrainedModel, name: str, source: SourceOptions) -> Descr
     config = model_folder(name, revision=source.revision, weights=False) / "config.json"
     if config.is_file():  # the folder of an adapter has none
         note = unread_settings(text_settings(read_json(config)))
-        if note:
+        if note and note not in description.notes:  # `describe_model` reads local folders itself
             description = replace(description, notes=(*description.notes, note))
     if description.patched and is_adapter(name, revision=source.revision):
         return replace(description, save_route=SAVE_ROUTE)

@@ -61,6 +61,19 @@ def own_keys(model_type: str) -> Mapping[str, str]:
     return CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}
 
 
+def _default_theta(model_type: str) -> float | None:
+    """Return the theta that transformers 5 takes for a model type whose config states none.
+
+    None where there is no one number: the layers have rotary embeddings with thetas of their own.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return None
+    theta = getattr(CONFIG_MAPPING[model_type], "default_theta", None)
+    return float(theta) if isinstance(theta, (int, float)) else None
+
+
 def rope_settings(text: Config) -> dict[str, Any]:
     """Return the rope settings of the full-attention layers of a text config, as transformers 5 reads them.
 
@@ -100,7 +113,9 @@ def unread_settings(text: Config) -> str | None:
     if not (text.get("rope_scaling") and text.get("rope_parameters")):
         return None
     try:
-        read, unread = rope_settings(text), rope_settings({**text, "rope_scaling": None})
+        unread = rope_settings({**text, "rope_scaling": None})
+        theta = text.get("rope_theta") or _default_theta(str(text.get("model_type")))
+        read = rope_settings({**text, "rope_theta": theta})
     except ServingError:  # whoever reads these settings explains the error
         return None
     differ = [key for key in sorted(unread) if key[0] != "_" and key != "type" and unread[key] != read.get(key)]
@@ -108,8 +123,9 @@ def unread_settings(text: Config) -> str | None:
         return None
     values = ", ".join(f"{key} {short(str(unread[key]))} ({short(str(read.get(key)))})" for key in differ)
     return (
-        "rope_parameters is not read here, in transformers 5 and in engines that load its config: rope_scaling and "
-        f"rope_theta beside it are; it differs in {values}. Change both, or delete rope_scaling and rope_theta"
+        "rope_parameters is not read here, in transformers 5 and in engines that load its config: rope_scaling is, "
+        f"with the rope_theta beside it, or else the theta of the class; it differs in {values}. Change both, or "
+        "delete rope_scaling and rope_theta"
     )
 
 

@@ -18,6 +18,7 @@ from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.saved.adapters import SAVE_ROUTE, modules_with_adapters
 from rope_ext_hf.patches.slots.patch_state import PatchState
 from rope_ext_hf.patches.slots.patched_slot import patched_slots
+from rope_ext_hf.patches.traps import is_encoder, traps
 from rope_ext_hf.plug_ins import plug_in
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
@@ -27,6 +28,10 @@ _PAIRINGS: dict[str | None, str] = {
     "half": "half (dims i and i + d/2 rotate together)",
     "interleaved": "interleaved (dims 2i and 2i + 1 rotate together)",
 }
+
+
+_THETA_OF_FORMER_CLASSES = 10_000.0
+"""The theta of most config classes of transformers 4, where a config.json states none under a key that they read."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +187,25 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         context_length=rotary.context_length if rope.patches else context,
         context_rule=base.rule,
         extended_length=extended,
-        save_route=f"it is now (rope_type {settings.get('rope_type', 'per layer type')})",
+        save_route=_save_route_unpatched(settings),
         patched=False,
-        notes=tuple(text for text in (slot.layers.no_patch_needed, note, embedding.note) if text),
+        notes=(
+            *[text for text in (slot.layers.no_patch_needed, note, embedding.note) if text],
+            *traps(rope, method, rotary, patched=False),
+        ),
         recipe=recipe_note(rope.config, rotary, method if rope.patches else None),
+    )
+
+
+def _save_route_unpatched(settings: Mapping[str, Any]) -> str:
+    """Return a text: how `save_pretrained` writes the rope settings of an unpatched model, and who cannot read them."""
+    route = f"it is now (rope_type {settings.get('rope_type', 'per layer type')})"
+    theta = settings.get("rope_theta", _THETA_OF_FORMER_CLASSES)  # a family with a table of angles states none
+    if settings.get("rope_type") == "default" and theta == _THETA_OF_FORMER_CLASSES:
+        return route
+    return (
+        f"{route}, in rope_parameters alone; transformers 4 reads none of it and takes the theta of its class, without "
+        "a scaling. Patched with `default`, the folder has its keys as well"
     )
 
 
@@ -215,7 +235,7 @@ def _save_route(rope: ModelRope, state: PatchState) -> str:
 
 def _describe_patched(rope: ModelRope, state: PatchState, method: RopeMethod) -> Description:
     """Describe a model under a patch, live or planned; `method` has the present values of a trained parameter."""
-    slots, rotary = rope.slots, state.patch.rotary
+    slots, rotary, encoder = rope.slots, state.patch.rotary, is_encoder(rope.model)
     return _description(
         rope,
         rotary,
@@ -232,15 +252,21 @@ def _describe_patched(rope: ModelRope, state: PatchState, method: RopeMethod) ->
                 rotary,
                 as_loaded=all(each.rotates_as_loaded(method, rotary) and each.is_accurate for each in slots),
                 bit_equal=method.keeps_bits and not any(r.follows_length for s in slots for r in s.as_loaded.values()),
+                has_perplexity=not encoder,
             ),
-            *_measured_note(method, rotary),
+            *(() if encoder else _measured_note(method, rotary)),
         ),
         recipe=recipe_note(rope.config, rotary, method),
     )
 
 
 def short_input_notes(
-    method: RopeMethod, rotary: Rotary, *, as_loaded: bool = True, bit_equal: bool | None = None
+    method: RopeMethod,
+    rotary: Rotary,
+    *,
+    as_loaded: bool = True,
+    bit_equal: bool | None = None,
+    has_perplexity: bool = True,
 ) -> tuple[str, ...]:
     """Return sentences on what a method does to inputs within the context length, and on what is unusual about it.
 
@@ -249,6 +275,7 @@ def short_input_notes(
         rotary: the rotary embedding that it is applied to.
         as_loaded: whether that is the rotary embedding of the model as loaded, whose frequencies no cast has rounded.
         bit_equal: whether the modules of the unpatched model read such inputs; None: as `RopeMethod.keeps_bits` says.
+        has_perplexity: whether the model predicts the next token, so that `rope-ext ppl` can measure it.
     """
     unchanged = method.unchanged_length(rotary)
     bit_equal = method.keeps_bits if bit_equal is None else bit_equal
@@ -262,9 +289,10 @@ def short_input_notes(
         else:
             notes.append(f"{inputs} give the output of the unpatched model up to rounding.")
     if _factor_for_all_lengths(method, rotary):
+        measure = ": `rope-ext ppl` measures by how much" if has_perplexity else ""
         notes.append(
-            "Inputs within the context length change as well, and mostly get worse: `rope-ext ppl` measures by how "
-            "much. Take the smallest factor that reaches the length you need."
+            f"Inputs within the context length change as well, and mostly get worse{measure}. Take the smallest factor "
+            "that reaches the length you need."
         )
     return (*notes, *method.cautions(rotary))
 

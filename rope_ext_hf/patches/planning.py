@@ -32,6 +32,7 @@ from rope_ext_hf.patches.model_rope import ModelRope, check_pairing
 from rope_ext_hf.patches.slots.patch_state import ConfigSwap, PatchState, copied_configs, stating_rope
 from rope_ext_hf.patches.slots.patched_slot import Slot, patch_state
 from rope_ext_hf.patches.slots.roformer import check_table_method
+from rope_ext_hf.patches.traps import theta_trap, traps
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -177,6 +178,7 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
         layers.unrotated_note(method),
         *[slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers],
         loading_note(model),
+        *traps(rope, method, patch.rotary, patched=True),
     ]
     unlike_published = recipe_warning(rope.config, patch.rotary, method, patch.target_length)
     state = PatchState(
@@ -184,7 +186,7 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
         encoding,
         rope.rule,
         notes=tuple([note for note in notes if note]),
-        warning=sliding if every_layer else unlike_published,
+        warning=sliding if every_layer else theta_trap(rope) or unlike_published,
         configs=configs,
         below=below if live else (),
     )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.models.config import ConfigRope, read_rope
+from rope_ext_hf.models.decoder_arguments import is_of_transformers
 from rope_ext_hf.models.families import family
 from rope_ext_hf.models.layer_types import AttentionLayers, Layers, LayerType
 from rope_ext_hf.patches.slots.layout_probe import AngleLayout, probe_layout
@@ -25,9 +26,14 @@ from rope_ext_hf.patches.slots.patched_slot import (
     check_filled,
     check_is_model,
 )
-from rope_ext_hf.patches.slots.slot_refusals import no_config, no_rotary_module, reads_no_tokens
+from rope_ext_hf.patches.slots.slot_refusals import (
+    no_config,
+    no_rotary_module,
+    reads_no_tokens,
+    saved_frequencies,
+)
 
-__all__ = ["find_slots", "rotary_modules"]
+__all__ = ["find_slots", "keeps_frequencies_in_weights", "rotary_modules"]
 
 _TABLE_ROWS_COMPARED = 512
 """Positions up to which a table of angles is compared with the config."""
@@ -111,12 +117,19 @@ def frequency_buffers(module: nn.Module) -> dict[LayerType, str]:
     }
 
 
+def keeps_frequencies_in_weights(module: nn.Module) -> bool:
+    """Return whether the frequencies of a rotary module are saved and loaded with the weights of its model."""
+    return any(name not in module._non_persistent_buffers_set for name in frequency_buffers(module).values())
+
+
 def _slot(rotary_module: _RotaryModule, chosen_layers: Layers | None, *, several: bool) -> Slot:
     """Return a rotary module's slot: its place in the model, how it arranges its angles, and its layers.
 
     `chosen_layers`: see `find_slots`; `several`: the model has other rotary modules beside this one.
     """
     parent, attribute, module, config = rotary_module
+    if keeps_frequencies_in_weights(module) and is_of_transformers(module):
+        raise saved_frequencies(module, config)
     is_table = attribute == family(config.model_type).angle_table
     as_loaded: dict[LayerType, ConfigRope] = {}
     axis_of_pair: dict[LayerType, tuple[int, ...] | None] = {}

@@ -36,6 +36,15 @@ def no_config(model: nn.Module) -> UnsupportedModelError:
     )
 
 
+def saved_frequencies(module: nn.Module, config: Any) -> UnsupportedModelError:
+    """Return the error for a class of transformers that keeps its frequencies in the weights (ESM 2)."""
+    return UnsupportedModelError(
+        f"{type(module).__name__} keeps its frequencies (inv_freq) in the weights of this {config.model_type!r} model, "
+        "and transformers loads them over whatever theta and rope_parameters of the config say, so that a patch would "
+        f"be lost when the model is saved and loaded. {_LEAVE_IT}"
+    )
+
+
 def no_rotary_module(model: nn.Module) -> UnsupportedModelError:
     """Return the error for a model without a rotary module that can be replaced; say what it has instead."""
     config: Any = model.config

@@ -345,11 +345,11 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
                 problems.append(one_line(error))
     try:
         text = text_settings(config)
+        if unread := unread_settings(text):
+            problems.append(unread)
         settings = rope_settings(text)
     except ServingError as error:
         return [*problems, one_line(error)]
-    if unread := unread_settings(text):
-        problems.append(unread)
     kind, original = settings["rope_type"], settings.get("original_max_position_embeddings")
     if kind in ("yarn", "longrope", "llama3") and original is None:
         problems.append(f"{kind} without original_max_position_embeddings: engines take different lengths for it")

@@ -13,7 +13,7 @@ from rope_ext_hf.models.layer_types import LayerType
 from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.patches.model_rope import ModelRope
 from rope_ext_hf.patches.slots.class_angles import ClassAngles, softmax_multiple
-from rope_ext_hf.patches.slots.slot_finding import rotary_modules
+from rope_ext_hf.patches.slots.slot_finding import keeps_frequencies_in_weights, rotary_modules
 
 
 def check_described(config: Mapping[str, Any]) -> None:
@@ -59,6 +59,8 @@ class ClassRotary:
         except UnsupportedModelError:  # the class can be run, but not patched
             [(_, _, module, self.config)] = rotary_modules(model)
             self._angles = ClassAngles(model, module, None)
+            if keeps_frequencies_in_weights(module):
+                self.note = "The weights hold the frequencies (inv_freq), and win over those of the config shown here."
             return
         slot = rope.slot
         self._layer_type = (*slot.scaled_layers, *slot.as_loaded)[0]

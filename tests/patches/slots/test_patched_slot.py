@@ -106,7 +106,9 @@ def test_what_is_said_of_models_of_other_things_is_true(model_type: str) -> None
 
 def test_esm_2_names_a_way_out() -> None:
     model = on_meta("esm", position_embedding_type="rotary", vocab_size=40)
-    way_out = "a class that reads none cannot be patched|takes q and k and no position_ids.* Leave it as it is"
+    way_out = (
+        r"(keeps its frequencies \(inv_freq\) in the weights|takes q and k and no position_ids).* Leave it as it is"
+    )
     with pytest.raises(UnsupportedModelError, match=way_out):
         rope.patch(model, "yarn", factor=2)
 
