@@ -81,6 +81,8 @@ class Engine(ABC):
     """Whether commands are for this engine if the user names none; true for exactly one engine."""
     follows_input: ClassVar[bool] = False
     """Whether the engine chooses frequencies anew for every input, instead of once when it starts."""
+    loads_config: ClassVar[bool] = True
+    """Whether the engine takes the config as transformers loads it, with the default theta where none is stated."""
     rules_of: ClassVar[str] = ""
     """The engine whose program this one runs, by name, so that a comparison lists only one of them; empty: none."""
     file_suffix: ClassVar[str] = ".json"

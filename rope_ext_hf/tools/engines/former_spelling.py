@@ -25,6 +25,7 @@ class FormerSpellingEngine(ConfigEngine):
     They read the keys as transformers 4 wrote them: `rope_theta` and `rope_scaling`.
     """
 
+    loads_config = False
     where: ClassVar[str] = "Write these keys into config.json in a copy of the model's folder, FOLDER."
 
     def encodings(self, target: Target) -> Iterator[Encoding]:

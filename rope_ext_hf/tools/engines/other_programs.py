@@ -149,12 +149,17 @@ class OtherProgram:
             text["rope_theta"] = text.get("rope_theta") or rule.theta
         parameters = _loaded_parameters(text)
         drops_all = reads != "transformers" and not text.get("rope_scaling")
-        by_layer = {key: value for key, value in parameters.items() if isinstance(value, dict)} or {None: parameters}
-        for key, settings in by_layer.items():
+        nested = {key: value for key, value in parameters.items() if isinstance(value, dict)}
+
+        def applied(settings: _Settings) -> _Settings:
             if drops_all:
                 settings = {"rope_type": "default", "rope_theta": settings["rope_theta"]}
-            by_layer[key] = rule.applied(text, settings)
-        read = by_layer[None] if None in by_layer else parameters | by_layer
+            return rule.applied(text, settings)
+
+        if nested:
+            read = parameters | {key: applied(settings) for key, settings in nested.items()}
+        else:
+            read = applied(parameters)
         return text | {"rope_parameters": read, "rope_scaling": None, "rope_theta": None}
 
     def computes(self, config: Config, expected: Expected) -> tuple[Computed | None, str | None]:

@@ -239,13 +239,14 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
         if cls.reference or cls.rules_of:
             continue
         engine = cls()
-        report = _report(engine, config, reference.expected, reference.context_length)
+        given = reference.config if engine.loads_config else config
+        report = _report(engine, given, reference.expected, reference.context_length)
         reports.append(report)
         if report.differs and engine.has_plugin():
             command = command_line("serve-config", "MODEL", engine=engine.name, plugin=True)
             notes.append(f"With the plug-in of this package {engine.label} takes static frequencies: {command}")
     others = [_other_report(program, config, reference) for program in other_programs().values()]
-    return Audit(name, tuple(reports), tuple(_problems(config)), tuple(notes), tuple(others))
+    return Audit(name, tuple(reports), tuple(_problems(config, reference.config)), tuple(notes), tuple(others))
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,7 @@ class _Reference:
 
     report: _EngineReport
     expected: Expected | None  # None: transformers refuses the config
+    config: Mapping[str, Any]  # the config, with the theta of its class where it states none
     context_length: int | None = None  # the length in tokens that the model is for; None: it is not known
     note: str | None = None  # a sentence on layers that its scaling does not reach
 
@@ -272,10 +274,10 @@ def _reference(config: Mapping[str, Any]) -> _Reference:
         engine = reference_engine()
         report = _report(engine, config)
         if report.computed is None:
-            return _Reference(report, None)
+            return _Reference(report, None, config)
         note = f"Computed from the config alone, because {one_line(error)}."
         report = replace(report, computed=replace(report.computed, notes=(*report.computed.notes, note)))
-        return _Reference(report, expected_numbers(engine, config))
+        return _Reference(report, expected_numbers(engine, config), config)
     long, short, longer = [
         Computed(inv_freq, magnitude, length, softmax_scale=rotary.softmax_scale) for inv_freq, magnitude in numbers
     ]
@@ -285,7 +287,22 @@ def _reference(config: Mapping[str, Any]) -> _Reference:
         long = replace(long, depends_on_total_length=depends_on_total_length, notes=(note,))
     report = _EngineReport(reference_engine().name, __version__, long)
     expected = ((length, long), *(((1, short),) if depends_on_total_length else ()))
-    return _Reference(report, expected, rotary.context_length, rotary.note)
+    return _Reference(report, expected, _with_theta(config, rotary.config), rotary.context_length, rotary.note)
+
+
+def _with_theta(config: Mapping[str, Any], loaded: Any) -> Mapping[str, Any]:
+    """Return a config with the theta that transformers takes for it, where it states none; `loaded`: its text config.
+
+    A `rope_scaling` without a theta replaces `rope_parameters` with one (convert_rope_params_to_dict in
+    modeling_rope_utils.py of transformers 5).
+    """
+    text = text_settings(config)
+    stated = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    theta = (getattr(loaded, "rope_parameters", None) or {}).get("rope_theta")
+    if theta is None or text.get("rope_theta") is not None or not isinstance(stated, Mapping) or "rope_theta" in stated:
+        return config
+    text = text | {"rope_theta": theta}
+    return {**config, "text_config": text} if "text_config" in config else text
 
 
 def _report(
@@ -330,8 +347,11 @@ def _other_report(program: OtherProgram, config: Mapping[str, Any], reference: _
         return replace(report, differs=f"does not run: {one_line(error)}", stops=True)
 
 
-def _problems(config: Mapping[str, Any]) -> list[str]:
-    """Return sentences on mistakes in a config that do not depend on the engine that reads it."""
+def _problems(config: Mapping[str, Any], with_theta: Mapping[str, Any]) -> list[str]:
+    """Return sentences on mistakes in a config that do not depend on the engine that reads it.
+
+    `with_theta` is the config with the theta of its class where it states none.
+    """
     problems = []
     if isinstance(config.get("text_config"), Mapping):
         stray = [key for key in ("rope_scaling", "rope_parameters", "rope_theta") if config.get(key) is not None]
@@ -347,7 +367,7 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
         text = text_settings(config)
         if unread := unread_settings(text):
             problems.append(unread)
-        settings = rope_settings(text)
+        settings = rope_settings(text_settings(with_theta))
     except ServingError as error:
         return [*problems, one_line(error)]
     kind, original = settings["rope_type"], settings.get("original_max_position_embeddings")

@@ -72,7 +72,7 @@ LLAMA_3_1 |= {"max_position_embeddings": 131072, "rope_parameters": LLAMA3}
 
 def test_audit_names_programs_that_drop_a_scaling_in_silence() -> None:
     report = audit_config(LLAMA_3_1)
-    others = {other.engine: other for other in report.others}
+    others: dict[str, Any] = {other.engine: other for other in report.others}
     assert others["ctranslate2"].differs == "without its llama3 scaling"
     assert max(others["ctranslate2"].computed.inv_freq) == 1.0
     assert min(others["ctranslate2"].computed.inv_freq) == pytest.approx(500_000.0 ** (-126 / 128))
@@ -102,7 +102,7 @@ def test_audit_shows_one_program_with_what_to_do(tmp_path: Path) -> None:
 def test_programs_that_stop_lose_nothing_in_silence() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     report = audit_config(BASE | {"rope_scaling": yarn})
-    others = {other.engine: other for other in report.others}
+    others: dict[str, Any] = {other.engine: other for other in report.others}
     assert others["ctranslate2"].stops
     assert "CTranslate2" not in str(report)
     assert "frequencies differ" in others["paddleformers"].differs  # its factor is that of the lengths, which is 1
@@ -173,6 +173,24 @@ def test_audit_finds_an_edit_that_the_former_spelling_hides(edit: dict[str, Any]
     assert not audit_config(cured).problems
 
 
+def test_a_scaling_beside_rope_parameters_takes_the_theta_of_the_class() -> None:
+    config = {key: value for key, value in BASE.items() if key != "rope_theta"}
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    config |= {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    loaded = AutoConfig.for_model(**config).rope_parameters
+    assert loaded["rope_theta"] == 10_000.0  # as long as transformers does it
+    report = audit_config(config)
+    slowest = {each.engine: each.computed.inv_freq[-1] for each in report.engines if each.computed is not None}
+    for name in ("transformers", "vllm", "sglang", "llama.cpp"):
+        assert slowest[name] == pytest.approx(10_000.0 ** (-126 / 128) / 4, rel=1e-5)
+    (problem,) = report.problems
+    assert "rope_theta 1000000.0 (10000.0), rope_type default (linear)" in problem
+    # Configs from before rope_theta state none at all.
+    former = {key: value for key, value in config.items() if key != "rope_parameters"}
+    assert [each.differs for each in audit_config(former).engines if each.engine == "llama.cpp"] == [None]
+    assert not audit_config(former).problems
+
+
 def test_the_two_spellings_of_one_setting_are_no_problem() -> None:
     renamed = {"type": "yarn"} | {key: value for key, value in YARN.items() if key != "rope_type"}
     assert not audit_config(BASE | {"rope_scaling": renamed, "rope_parameters": YARN | {"rope_theta": 1e6}}).problems
@@ -208,8 +226,8 @@ def test_audit_finds_problems_of_the_file() -> None:
     composite = {"text_config": BASE, "rope_scaling": yarn}
     assert "beside text_config" in audit_config(composite).problems[0]
     assert "without original" in audit_config(BASE | {"rope_scaling": yarn}).problems[0]
-    no_theta = {key: value for key, value in BASE.items() if key != "rope_theta"}
-    assert "rope_theta" in audit_config(no_theta).problems[0]
+    unknown = {key: value for key, value in BASE.items() if key != "rope_theta"} | {"model_type": "unknown"}
+    assert "rope_theta" in audit_config(unknown).problems[0]  # no class of transformers has a default for it
     hostile: list[dict[str, Any]] = [
         {"rope_scaling": 3},
         {"rope_scaling": yarn | {"factor": "4"}},
