@@ -28,6 +28,7 @@ from rope_ext_hf.models.config_keys import (
     text_settings,
     yarn_magnitude_by_config,
 )
+from rope_ext_hf.models.layer_types import SLIDING
 from rope_ext_hf.tools.engines.base import NotCheckedError, reference_engine
 from rope_ext_hf.tools.engines.comparison import Expected, engine_difference
 from rope_ext_hf.tools.engines.keys import Computed, length_setting
@@ -60,9 +61,14 @@ def _extended_length_as_original(text: Config, settings: _Settings) -> _Settings
     return settings | {_ORIGINAL: length_setting(text)}
 
 
-def _rounded_bounds(text: Config, settings: _Settings) -> _Settings:
-    """Round the bounds of YaRN's ramp to whole pairs, whatever `truncate` says."""
-    return settings | {"truncate": True}
+def _factor_alone(text: Config, settings: _Settings) -> _Settings:
+    """Compute YaRN from its factor, whatever `truncate` and `attention_factor` say."""
+    return {key: value for key, value in settings.items() if key not in ("truncate", "attention_factor")}
+
+
+def _magnitude_by_lengths(text: Config, settings: _Settings) -> _Settings:
+    """Compute LongRoPE's magnitude from the two lengths, whatever the settings state."""
+    return {key: value for key, value in settings.items() if key not in ("attention_factor", "factor")}
 
 
 def _short_list(text: Config, settings: _Settings) -> _Settings:
@@ -74,7 +80,7 @@ _CHANGES: Mapping[str, Callable[[Config, _Settings], _Settings]] = {
     function.__name__[1:]: function
     for function in (
         *(_lengths_as_factor, _lengths_as_factor_and_original, _extended_length_as_original),
-        *(_rounded_bounds, _short_list),
+        *(_factor_alone, _magnitude_by_lengths, _short_list),
     )
 }
 """What a program may make of the settings of a layer, by the names that stand in other_programs.toml."""
@@ -87,6 +93,7 @@ class _Rule:
     families: tuple[str, ...]
     reads: str = ""
     theta: float | None = None
+    constants: Mapping[str, float] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -151,13 +158,15 @@ class OtherProgram:
         drops_all = reads != "transformers" and not text.get("rope_scaling")
         nested = {key: value for key, value in parameters.items() if isinstance(value, dict)}
 
-        def applied(settings: _Settings) -> _Settings:
+        def applied(settings: _Settings, *, window: bool = False) -> _Settings:
             if drops_all:
                 settings = {"rope_type": "default", "rope_theta": settings["rope_theta"]}
+            if not window:
+                settings = settings | {key: value for key, value in rule.constants.items() if key in settings}
             return rule.applied(text, settings)
 
         if nested:
-            read = parameters | {key: applied(settings) for key, settings in nested.items()}
+            read = parameters | {key: applied(each, window=key in SLIDING) for key, each in nested.items()}
         else:
             read = applied(parameters)
         return text | {"rope_parameters": read, "rope_scaling": None, "rope_theta": None}

@@ -75,8 +75,11 @@ def state_by_rule(program: OtherProgram, question: Question) -> str:
 @pytest.mark.parametrize("name", other_programs())
 def test_rules_agree_with_the_record(name: str) -> None:
     wrong, compared = [], 0
+    program = other_programs()[name]
     for part, question, recorded in answers(name):
-        expected = state_by_rule(other_programs()[name], question)
+        if program.reads == "former" and question.layer_type == "sliding_attention":
+            continue  # the class of transformers that the rules read with has a theta of its own there (OLMo 3)
+        expected = state_by_rule(program, question)
         if expected == "not checked":
             continue
         compared += 1
@@ -111,6 +114,8 @@ def test_mlx_agrees_with_the_record() -> None:
     for part, question, recorded in answers("mlx-lm"):
         if question.layer_type == "sliding_attention" or question.length not in (None, 131072):
             continue  # the engine's rules are for the full-attention layers and long inputs
+        if (question.published.get("rope_scaling") or {}).get("rope_type") == "dynamic":
+            continue  # and for static scalings
         try:
             computed: Any = MLX().computes(question.config)
         except NotCheckedError:
