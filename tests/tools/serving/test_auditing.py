@@ -91,7 +91,7 @@ def test_audit_shows_one_program_with_what_to_do(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA_3_1))
     shown = unwrapped(str(serving.audit(file, engine="ctranslate2")))
-    assert "Extend a Llama by `ntk`" in shown
+    assert "by `ntk` (theta alone) or `linear`" in shown
     assert "vllm" not in shown
     assert "Some programs" not in shown
     assert "vllm" in str(serving.audit(file, engine="vllm"))
