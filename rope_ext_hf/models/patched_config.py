@@ -86,9 +86,11 @@ def config_encoding(config: Any, patch: Patch, layer_type: str | None, *, writab
         return ConfigEncoding(own_settings, extended, length, loads_plainly=False)
 
     parameters = dict(parameters)
-    if parameters["rope_type"] == "longrope" and hasattr(config, _ORIGINAL_KEY) and static:
-        # `generate` fills its cache anew when it crosses the original length; a static method changes nothing there.
-        parameters[_ORIGINAL_KEY] = length
+    if parameters["rope_type"] == "longrope" and static:
+        parameters[_ORIGINAL_KEY] = _original_length(parameters["attention_factor"], length)
+        if hasattr(config, _ORIGINAL_KEY):
+            # `generate` fills its cache anew when it crosses the original length; a static method changes nothing there.
+            parameters[_ORIGINAL_KEY] = length
     if softmax_scale(known, settings) != 1.0:  # attention reads these two when it is built
         parameters |= {key: settings[key] for key in ("factor", "mscale_all_dim")}
     if kept_original is not None:
@@ -100,6 +102,15 @@ def config_encoding(config: Any, patch: Patch, layer_type: str | None, *, writab
     elif parameters["rope_type"] == "linear" and not _states_extended_length(config, patch):
         saved_length = round(length / parameters["factor"])
     return ConfigEncoding(parameters, extended, saved_length, exact=exact)
+
+
+def _original_length(attention_factor: float, length: int) -> int:
+    """Return the original length from which engines that ignore `attention_factor` work it out under longrope.
+
+    They compute sqrt(1 + ln(C / L0) / ln L0) for the length C, and 1 where C <= L0. A static method has the same list
+    for short and for long inputs, so that the original length has no other meaning.
+    """
+    return round(length ** (1 / max(1.0, attention_factor) ** 2))
 
 
 def _states_extended_length(config: Any, patch: Patch) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import rope_ext_hf as rope
 from rope_ext_hf.errors import (
     ServingError,
     UnknownMethodError,
@@ -75,7 +76,7 @@ def test_every_method_is_served_exactly_or_refused_by_name(family: str, over: st
         ("DeepSeek", "own", "default", "sglang", "native"),
         ("DeepSeek", "own", "default", "exllamav3", "native"),
         ("gpt-oss", "original", "yarn", "exllamav3", "native"),
-        ("Llama", "own", "yarn", "exllamav3", "longrope with equal lists"),
+        ("Llama", "own", "yarn", "exllamav3", "longrope"),
         ("Qwen3", "original", "yarn", "tensorrt-llm", "native"),
         ("Qwen3", "original", "linear", "tensorrt-llm", None),
         ("Gemma 3", "original", "by-parts", "tensorrt-llm", "longrope with equal lists"),
@@ -216,3 +217,15 @@ def test_serving_a_gemma_3_of_other_layers_is_refused(name: str) -> None:
     with pytest.raises(ServingError, match="takes every 6th layer"):
         serving.serving_config(build("gemma3"), name, "linear", factor=4)
     assert serving.serving_config(build("gemma3"), "vllm", "linear", factor=4).command
+
+
+@pytest.mark.parametrize("method", ["mrrope", "by-parts"])
+@pytest.mark.parametrize("engine", ["mlx", "exllamav3"])
+def test_engines_that_ignore_the_attention_factor_work_it_out(method: str, engine: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"head_dim": 64, "max_position_embeddings": 8192}
+    model = rope.patch(build("llama", **settings), method, factor=4)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    factor = {"mrrope": 0.1 * math.log(4) + 1, "by-parts": 1.0}[method]
+    assert config["rope_scaling"]["attention_factor"] == pytest.approx(factor)
+    assert find_engine(engine).computes(config).attention_factor == pytest.approx(factor, rel=1e-5)
