@@ -16,9 +16,10 @@ from unittest.mock import patch
 import torch
 from settings import settings
 
-if not hasattr(typing, "override"):
-    typing.override = lambda method: method
-torch.cuda.current_device = lambda: "cpu"
+names: Any = typing
+names.override = getattr(typing, "override", lambda method: method)
+cuda: Any = torch.cuda
+cuda.current_device = lambda: "cpu"
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models import backends  # noqa: E402
@@ -29,7 +30,8 @@ from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 from megatron.training.models.gpt import GPTModelBuilder  # noqa: E402
 
 backends.DotProductAttention = IdentityOp  # DeepSeek's needs Transformer Engine, which needs CUDA
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+distributed: Any = torch.distributed
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt_oss", "deepseek_v3")

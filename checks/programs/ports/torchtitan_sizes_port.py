@@ -22,4 +22,4 @@ def inv_freq(config: dict[str, Any]) -> Any:
 
 
 def magnitude(config: dict[str, Any]) -> float:
-    return factor(_size(config))
+    return float(factor(_size(config)))
