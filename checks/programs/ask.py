@@ -2,8 +2,9 @@
 
 A question is {"config": ..., "layer_type": ..., "length": ..., "folder": ..., "rows": [...]}. `folder` holds a small
 model with this config and random weights, and `rows` token ids for it. An answer has what the port gives: "inv_freq", a
-list, and "magnitude"; or "logits", of the last token of each row. "refused" is the error by which the program refuses
-the config, and "missing" that the port does not ask the program about such configs.
+list, "magnitude", and "table", the number of positions that have angles; or "logits", of the last token of each row.
+"refused" is the error by which the program refuses the config, and "missing" that the port does not ask the program
+about such configs.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def answer(port: Any, question: Json) -> Json:
             last = port.logits(Path(question["folder"]), question["rows"])
             return {"logits": [[float(number) for number in row] for row in last]}
         given: Json = {"inv_freq": [float(f) for f in call(port.inv_freq, config, **optional)]}
-        if hasattr(port, "magnitude"):
-            given["magnitude"] = float(call(port.magnitude, config, **optional))
+        for name, number in (("magnitude", float), ("table", int)):
+            if hasattr(port, name):
+                given[name] = number(call(getattr(port, name), config, **optional))
         return given
     except NotImplementedError as error:
         # Raised by a port: it does not ask about such configs. Raised by the program: it refuses this one.

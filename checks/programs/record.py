@@ -173,11 +173,13 @@ def state_of(question: Question, given: Json) -> str:
     computed = np.array(given["inv_freq"])
     right = formulas.read(question.published, question.layer_type, question.length)
     magnitude = given.get("magnitude", float(right.magnitude))
-    if agrees(computed, right) and abs(magnitude / float(right.magnitude) - 1) <= TOLERANCE:
-        return "right"
-    for name, change in WRONG.items():
-        wrong = formulas.read(change(question.published), question.layer_type, question.length)
-        if agrees(computed, wrong) and abs(magnitude / float(wrong.magnitude) - 1) <= TOLERANCE:
+    length = question.published["max_position_embeddings"]
+    positions = min(given.get("table", length), length)
+    configs = {"right": question.published} | {name: change(question.published) for name, change in WRONG.items()}
+    for name, config in configs.items():
+        rope = formulas.read(config, question.layer_type, question.length)
+        alike = agrees(computed, rope) and abs(magnitude / float(rope.magnitude) - 1) <= TOLERANCE
+        if alike and positions == length:
             return name
     expected = np.array([float(f) for f in right.inv_freq])
     if computed.shape != expected.shape:
@@ -189,6 +191,8 @@ def state_of(question: Question, given: Json) -> str:
         said.append(f"{differing.sum()} of {differing.size} frequencies differ, {speed(ratios)}")
     if abs(magnitude / float(right.magnitude) - 1) > TOLERANCE:
         said.append(f"magnitude {magnitude:.4g} instead of {float(right.magnitude):.4g}")
+    if positions < length:
+        said.append(f"angles for only the first {positions:,} of {length:,} positions")
     return "; ".join(said)
 
 

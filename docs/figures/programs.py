@@ -67,17 +67,23 @@ def _outcome(rows: dict[str, str]) -> str | None:
     return "refused" if "refused" in states else "right" if states else None
 
 
+def _cases(outcomes: dict[str, list[str]], outcome: str) -> dict[str, None]:
+    """The families of the configurations with an outcome; the configuration where its family has others, too."""
+    others = {_family(name) for other, names in outcomes.items() if other != outcome for name in names}
+    families = {name: _family(name) for name in outcomes[outcome]}
+    return dict.fromkeys(name if family in others else family for name, family in families.items())
+
+
 def _row(entry: Row, record: Row) -> tuple[str, ...]:
-    families: dict[str, dict[str, list[str]]] = {}  # scaling -> outcome -> families
+    scalings: dict[str, dict[str, list[str]]] = {}  # scaling -> outcome -> configurations
     for name, rows in record["states"]["rope_parameters"].items():
         if (outcome := _outcome(rows)) is not None:
-            families.setdefault(_scaling(name), {}).setdefault(outcome, []).append(_family(name))
+            scalings.setdefault(_scaling(name), {}).setdefault(outcome, []).append(name)
     cells = []
     for outcome in ("right", "refused", "silent"):
-        # Families are named where a scaling has several outcomes.
         named = [
-            scaling if len(outcomes) == 1 else f"{scaling} ({', '.join(dict.fromkeys(outcomes[outcome]))})"
-            for scaling, outcomes in families.items()
+            scaling if len(outcomes) == 1 else f"{scaling} ({', '.join(_cases(outcomes, outcome))})"
+            for scaling, outcomes in scalings.items()
             if outcome in outcomes
         ]
         cells.append(", ".join(named) or "–")

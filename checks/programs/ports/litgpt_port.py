@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from litgpt import GPT, Config
+from settings import settings
 
 NAMES = {
     "llama": "Llama-3-8B",
@@ -35,34 +36,28 @@ def version() -> str:
     return f"litgpt {installed('litgpt')}, torch {torch.__version__}"
 
 
-def _settings(config: dict[str, Any]) -> tuple[float, float | None, dict[str, Any]]:
-    """Return the base, that of local layers, and the scaling of a config in any spelling."""
-    rope = config.get("rope_parameters") or {}
-    local = config.get("rope_local_base_freq")
-    if "full_attention" in rope:
-        local = rope["sliding_attention"]["rope_theta"]
-        rope = rope["full_attention"]
-    rope = rope | (config.get("rope_scaling") or {})
-    return rope.get("rope_theta") or config["rope_theta"], local, rope
-
-
 @cache
 def _tables(written: str) -> tuple[Any, Any]:
     config = json.loads(written)
     if config["model_type"] not in NAMES:
         raise NotImplementedError
-    base, local, rope = _settings(config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope = settings(config, "full_attention")
+    kind = rope["rope_type"]
     adjustments = None
     if kind != "default":
         if kind not in ADJUSTMENTS:
             raise NotImplementedError
         rope = NEEDED.get(kind, {}) | rope
         adjustments = {RENAMED.get(key, key): rope[key] for key in ADJUSTMENTS[kind] if key in rope}
-    changes = SIZES | {"rope_base": base, "rope_adjustments": adjustments, "head_size": config["head_dim"]}
+    changes = SIZES | {
+        "rope_base": rope["rope_theta"],
+        "rope_adjustments": adjustments,
+        "head_size": config["head_dim"],
+    }
     changes |= {"n_head": config["num_attention_heads"], "n_query_groups": config["num_key_value_heads"]}
-    if local is not None:
-        changes |= {"rope_local_base_freq": local, "rope_indices": [0], "sliding_window_indices": [0]}
+    if "sliding_attention" in config.get("layer_types", ()):
+        local = settings(config, "sliding_attention")
+        changes |= {"rope_local_base_freq": local["rope_theta"], "rope_indices": [0], "sliding_window_indices": [0]}
     model = GPT(Config.from_name(NAMES[config["model_type"]], n_embd=config["hidden_size"], **changes))
     return model.cos[1], model.sin[1]
 
