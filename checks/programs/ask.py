@@ -1,7 +1,9 @@
 """Questions to a port, asked in the environment of its program: python ask.py PORT QUESTIONS.json ANSWERS.json
 
-A question is {"config": ..., "layer_type": ..., "length": ..., "folder": ..., "rows": [...]}. `folder` holds a small
-model with this config and random weights, and `rows` token ids for it. An answer has what the port gives: "inv_freq", a
+A question is {"config": ..., "layer_type": ..., "length": ..., "context_length": ..., "original_length": ...}, the last
+two in tokens: what a user asks the program for, and what the model was trained for before its scaling. For programs that
+give logits it is {"config": ..., "folder": ..., "rows": [...]}: `folder` holds a small model with this config and random
+weights, and `rows` token ids for it. An answer has what the port gives: "inv_freq", a
 list, and "magnitude"; or "logits", of the last token of each row. "refused" is the error by which the program refuses
 the config, and "missing" that the port does not ask the program about such configs.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -26,7 +29,7 @@ Json = dict[str, Any]
 def answer(port: Any, question: Json) -> Json:
     """Return the answer of a port to one question."""
     config = json.loads(json.dumps(question["config"]))  # a port may change it
-    optional = {"layer_type": question.get("layer_type"), "length": question.get("length")}
+    optional = {name: question.get(name) for name in ("layer_type", "length", "context_length", "original_length")}
     try:
         if not hasattr(port, "inv_freq"):
             last = port.logits(Path(question["folder"]), question["rows"])
@@ -44,9 +47,9 @@ def answer(port: Any, question: Json) -> Json:
 
 
 def said(error: Exception) -> str:
-    """Return the type and the first line of an error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    """Return the type of an error and the beginning of its message, without folders of this machine."""
+    message = re.sub(r" \(/\S+\)", "", " ".join(str(error).split()))[:200]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def main() -> None:

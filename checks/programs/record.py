@@ -266,6 +266,9 @@ def record_of(program: str, python: str, names: tuple[str, ...] = CONFIGS) -> Js
         rows: list[Json] = []
         for index, each in enumerate(asked):
             row: Json = {"config": each.config, "layer_type": each.layer_type, "length": each.length}
+            known = configuration(each.name)
+            row |= {"context_length": max(known["context_length"], each.length or 0)}
+            row |= {"original_length": known["original_length"]}
             if by_logits:
                 models.append(small_model(each.config, Path(folder, str(index))))
                 row |= {"folder": str(Path(folder, str(index))), "rows": [read[index]]}
