@@ -1,11 +1,11 @@
 """Questions to a port, asked in the environment of its program: python ask.py PORT QUESTIONS.json ANSWERS.json
 
-A question is {"config": ..., "layer_type": ..., "length": ..., "context_length": ..., "original_length": ...}, the last
-two in tokens: what a user asks the program for, and what the model was trained for before its scaling. For programs that
-give logits it is {"config": ..., "folder": ..., "rows": [...]}: `folder` holds a small model with this config and random
-weights, and `rows` token ids for it. An answer has what the port gives: "inv_freq", a
-list, and "magnitude"; or "logits", of the last token of each row. "refused" is the error by which the program refuses
-the config, and "missing" that the port does not ask the program about such configs.
+A question is {"config": ..., "layer_type": ..., "length": ..., "context_length": ..., "original_length": ...}, where a
+user asks the program for `context_length` tokens, and the model was trained for `original_length`. For programs that
+give logits it is {"config": ..., "folder": ..., "rows": [...]}: `folder` holds a small model with this config and
+random weights, and `rows` token ids for it. An answer has what the port gives: "inv_freq", a list, and "magnitude"; or
+"logits", of the last token of each row. "refused" is the error by which the program refuses the config, and "missing"
+that the port does not ask the program about such configs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE / "ports"), str(HERE.parents[1] / "conformance")]
+KIT = HERE.parents[1] / "conformance"
+sys.path[:0] = [str(HERE / "ports"), str(KIT / "examples"), str(KIT)]
 
 from kit import call  # noqa: E402
 

@@ -258,7 +258,9 @@ def record_of(program: str, python: str, names: tuple[str, ...] = CONFIGS) -> Js
     entry = PROGRAMS[program]
     port = entry.get("port", program)
     by_logits = entry.get("logits", False)
-    asked = list(small_questions(tuple(entry["families"])) if by_logits else questions(names))
+    asked = list(
+        small_questions(tuple(entry["families"])) if by_logits else questions((*names, *entry.get("more", ())))
+    )
     read = [[3 + (7 * i) % 61 for i in range(each.length or RUN)] for each in asked]
     states: Json = {spelling: {} for spelling in SPELLINGS}
     with tempfile.TemporaryDirectory() as folder:

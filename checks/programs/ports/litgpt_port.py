@@ -11,6 +11,7 @@ from functools import cache
 from importlib.metadata import version as installed
 from typing import Any
 
+import settings
 import torch
 from litgpt import GPT, Config
 
@@ -35,24 +36,12 @@ def version() -> str:
     return f"litgpt {installed('litgpt')}, torch {torch.__version__}"
 
 
-def _settings(config: dict[str, Any]) -> tuple[float, float | None, dict[str, Any]]:
-    """Return the base, that of local layers, and the scaling of a config in any spelling."""
-    rope = config.get("rope_parameters") or {}
-    local = config.get("rope_local_base_freq")
-    if "full_attention" in rope:
-        local = rope["sliding_attention"]["rope_theta"]
-        rope = rope["full_attention"]
-    rope = rope | (config.get("rope_scaling") or {})
-    return rope.get("rope_theta") or config["rope_theta"], local, rope
-
-
 @cache
 def _tables(written: str) -> tuple[Any, Any]:
     config = json.loads(written)
     if config["model_type"] not in NAMES:
         raise NotImplementedError
-    base, local, rope = _settings(config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    base, local, kind, rope = settings.read(config)
     adjustments = None
     if kind != "default":
         if kind not in ADJUSTMENTS:

@@ -26,7 +26,8 @@ SOME_LAYERS = ("gemma3_text", "olmo3")
 
 def write(config: Config, folder: str) -> str:
     """Write a folder with this config.json, random weights and a tokenizer, and return the family of the model."""
-    family = SAME_ROTATION.get(config["model_type"], config["model_type"])
+    name: str = config["model_type"]
+    family = SAME_ROTATION.get(name, name)
     if family not in CONFIG_MAPPING:
         raise NotImplementedError
     config = config | {"model_type": family}
@@ -63,24 +64,27 @@ def functions(make: Callable[[Config, int, int], Any]) -> tuple[Callable[..., An
     def model(written: str, *lengths: int) -> Any:
         return make(json.loads(written), *lengths)
 
-    def rotary(config: Config, lengths: tuple[int, int], layer_type: str | None, length: int | None) -> Any:
-        module = model(json.dumps(config), *lengths).base_model.rotary_emb
-        prefix = f"{layer_type}_" if hasattr(module, f"{layer_type}_inv_freq") else ""
-        module(torch.zeros(1), torch.tensor([[0, (length or 1) - 1]]), **({"layer_type": layer_type} if prefix else {}))
-        return (getattr(module, prefix + name) for name in ("inv_freq", "attention_scaling"))
+    def first_angles(config: Config, lengths: tuple[int, int], layer_type: str | None, length: int | None) -> Any:
+        """Return cos and sin of position 1, (pairs,) each, in a text of this length."""
+        rotary = model(json.dumps(config), *lengths).base_model.rotary_emb
+        several = hasattr(rotary, f"{layer_type}_inv_freq")
+        pairs = getattr(rotary, f"{layer_type}_inv_freq" if several else "inv_freq").numel()
+        positions = torch.tensor([[1, (length or 2) - 1]])
+        tables = rotary(torch.zeros(1), positions, **({"layer_type": layer_type} if several else {}))
+        return (table[0, 0, :pairs].double() for table in tables)
 
     def inv_freq(
         config: Config, context_length: int, original_length: int, layer_type: str | None = None,
         length: int | None = None,
     ) -> list[float]:  # fmt: skip
-        values, _ = rotary(config, (context_length, original_length), layer_type, length)
-        return list(values.double().tolist())
+        cos, sin = first_angles(config, (context_length, original_length), layer_type, length)
+        return list(torch.arctan2(sin, cos).tolist())
 
     def magnitude(
         config: Config, context_length: int, original_length: int, layer_type: str | None = None,
         length: int | None = None,
     ) -> float:  # fmt: skip
-        _, value = rotary(config, (context_length, original_length), layer_type, length)
-        return float(value)
+        cos, sin = first_angles(config, (context_length, original_length), layer_type, length)
+        return float(torch.hypot(cos, sin)[0])
 
     return inv_freq, magnitude
