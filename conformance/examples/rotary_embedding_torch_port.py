@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.metadata import version as installed
 from typing import Any
 
-import settings
+import rope_settings
 import torch
 from rotary_embedding_torch import RotaryEmbedding
 
@@ -18,10 +18,12 @@ def version() -> str:
 
 
 def _module(config: dict[str, Any]) -> RotaryEmbedding:
-    theta, local, kind, scaling = settings.read(config)
+    theta, local, kind, scaling = rope_settings.read(config)
     if local is not None or kind not in ("default", "linear"):
         raise NotImplementedError  # it has no arguments for them
-    return RotaryEmbedding(settings.rotated_dims(config), theta=theta, interpolate_factor=scaling.get("factor", 1.0))
+    return RotaryEmbedding(
+        rope_settings.rotated_dims(config), theta=theta, interpolate_factor=scaling.get("factor", 1.0)
+    )
 
 
 def inv_freq(config: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ OWN_WIDTHS = {"gemma-4-31b"}
 
 
 def settings() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example_settings", KIT / "examples" / "settings.py")
+    spec = importlib.util.spec_from_file_location("example_settings", KIT / "examples" / "rope_settings.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

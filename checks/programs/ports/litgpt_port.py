@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import version as installed
 from typing import Any
 
-import settings
+import rope_settings
 import torch
 from litgpt import GPT, Config
 
@@ -41,7 +41,7 @@ def _tables(written: str) -> tuple[Any, Any]:
     config = json.loads(written)
     if config["model_type"] not in NAMES:
         raise NotImplementedError
-    base, local, kind, rope = settings.read(config)
+    base, local, kind, rope = rope_settings.read(config)
     adjustments = None
     if kind != "default":
         if kind not in ADJUSTMENTS:

@@ -6,8 +6,8 @@ from importlib.metadata import version as installed
 from typing import Any
 
 import numpy as np
+import rope_settings
 import rotation
-import settings
 import torch
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
@@ -23,11 +23,11 @@ def version() -> str:
 
 def arguments(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the arguments of a TransformerBridgeConfig, and its `rope_scaling`."""
-    base, local, kind, scaling = settings.read(config)
+    base, local, kind, scaling = rope_settings.read(config)
     if local is not None or config["model_type"] == "olmo3":  # all layers have one scaling
         raise NotImplementedError
-    width = settings.head_dim(config)
-    sizes = {"d_model": width, "d_head": width, "rotary_dim": settings.rotated_dims(config)}
+    width = rope_settings.head_dim(config)
+    sizes = {"d_model": width, "d_head": width, "rotary_dim": rope_settings.rotated_dims(config)}
     return USUAL | sizes | {"rotary_base": base}, None if kind == "default" else scaling
 
 

@@ -9,8 +9,8 @@ from importlib.metadata import version as installed
 from typing import Any
 
 import numpy as np
+import rope_settings
 import rotation
-import settings
 import torch
 from x_transformers import Decoder
 from x_transformers.x_transformers import apply_rotary_pos_emb
@@ -21,10 +21,10 @@ def version() -> str:
 
 
 def inv_freq(config: dict[str, Any]) -> Any:
-    base, local, kind, scaling = settings.read(config)
+    base, local, kind, scaling = rope_settings.read(config)
     if local is not None or kind not in ("default", "linear"):
         raise NotImplementedError
-    width = settings.head_dim(config)
+    width = rope_settings.head_dim(config)
     decoder = Decoder(
         dim=width, depth=1, heads=1, attn_dim_head=width, rotary_pos_emb=True, rotary_emb_dim=width,
         rotary_base_rescale_factor=(base / 10_000) ** ((width - 2) / width),
