@@ -231,8 +231,9 @@ def conformance(session: nox.Session) -> None:
 def programs(session: nox.Session) -> None:
     """Ask converters, servers and trainers what they compute from a config: see checks/programs/record.py; hours."""
     known = tomllib.loads(Path("checks/programs/programs.toml").read_text(encoding="utf-8"))
-    names = session.posargs or [name for name, entry in known.items() if "install" in entry]
-    pythons = {name: environment(session, f"programs/{name}", known[name]["install"]) for name in names}
+    names = session.posargs or [name for name, entry in known.items() if "missing" not in entry]
+    homes = {name: known[name].get("environment", name) for name in names}
+    pythons = {name: environment(session, f"programs/{home}", known[home]["install"]) for name, home in homes.items()}
     run(session, "-m", "checks.programs.record", *(f"{name}={python}" for name, python in pythons.items()))
 
 

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(Path.cwd())]
+sys.path[:0] = [str(HERE), str(Path.cwd()), str(HERE / "examples")]
 
 import kit  # noqa: E402
 

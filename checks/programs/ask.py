@@ -1,23 +1,26 @@
 """Questions to a port, asked in the environment of its program: python ask.py PORT QUESTIONS.json ANSWERS.json
 
-A question is {"config": ..., "layer_type": ..., "length": ..., "folder": ..., "rows": [...]}. `folder` holds a small
-model with this config and random weights, and `rows` token ids for it. An answer has what the port gives: "inv_freq", a
-list, "magnitude", and "table", the number of positions that have angles; or "logits", of the last token of each row.
-"refused" is the error by which the program refuses the config, and "missing" that the port does not ask the program
-about such configs.
+A question is {"config": ..., "layer_type": ..., "length": ..., "context_length": ..., "original_length": ...}, where a
+user asks the program for `context_length` tokens, and the model was trained for `original_length`. For programs that
+give logits it is {"config": ..., "folder": ..., "rows": [...]}: `folder` holds a small model with this config and
+random weights, and `rows` token ids for it. An answer has what the port gives: "inv_freq", a list, "magnitude", and
+"table", the number of positions that have angles; or "logits", of the last token of each row. "refused" is the error by
+which the program refuses the config, and "missing" that the port does not ask the program about such configs.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE / "ports"), str(HERE.parents[1] / "conformance")]
+KIT = HERE.parents[1] / "conformance"
+sys.path[:0] = [str(HERE / "ports"), str(KIT / "examples"), str(KIT)]
 
 from kit import call  # noqa: E402
 
@@ -27,7 +30,7 @@ Json = dict[str, Any]
 def answer(port: Any, question: Json) -> Json:
     """Return the answer of a port to one question."""
     config = json.loads(json.dumps(question["config"]))  # a port may change it
-    optional = {"layer_type": question.get("layer_type"), "length": question.get("length")}
+    optional = {name: question.get(name) for name in ("layer_type", "length", "context_length", "original_length")}
     try:
         if not hasattr(port, "inv_freq"):
             last = port.logits(Path(question["folder"]), question["rows"])
@@ -46,9 +49,9 @@ def answer(port: Any, question: Json) -> Json:
 
 
 def said(error: Exception) -> str:
-    """Return the type and the first line of an error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    """Return the type of an error and the beginning of its message, without folders of this machine."""
+    message = re.sub(r" \(/\S+\)", "", " ".join(str(error).split()))[:200]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from checks.programs.folders import FAMILIES, saved_configs
+from checks.programs.folders import FAMILIES, METHODS, saved_configs
 from tests.conformance import formulas
 
 HERE = Path(__file__).parent
@@ -66,6 +66,8 @@ class Question(NamedTuple):
     published: Json  # the same as published, for the formulas
     layer_type: str | None
     length: int | None
+    context_length: int  # for which a user asks the program, in tokens
+    original_length: int  # before the scaling
 
 
 def spelled(config: Json, spelling: str) -> Json:
@@ -92,6 +94,7 @@ def configuration(name: str, *, changed: bool = False) -> Json:
         config["rope_theta"] *= 1.5
         if "factor" in scaling:
             scaling["factor"] *= 1.5
+            entry["context_length"] = round(1.5 * entry["context_length"])
         if "long_factor" in scaling:  # as many divisors as there are pairs of dims
             scaling["long_factor"] = [1.25 * divisor for divisor in scaling["long_factor"]]
         elif "qk_rope_head_dim" not in config:
@@ -108,7 +111,8 @@ def questions(names: tuple[str, ...], *, changed: bool = False) -> Iterator[Ques
         for spelling in SPELLINGS:
             for row in entry["rows"]:
                 config = spelled(entry["config"], spelling)
-                yield Question(name, spelling, config, entry["config"], row["layer_type"], row["length"])
+                lengths = max(entry["context_length"], row["length"] or 0), entry["original_length"]
+                yield Question(name, spelling, config, entry["config"], row["layer_type"], row["length"], *lengths)
 
 
 def shortened(config: Json) -> Json:
@@ -133,15 +137,18 @@ def small_questions(names: tuple[str, ...], *, changed: bool = False) -> Iterato
         config = shortened(entry["config"]) if depends else entry["config"]
         for spelling in SPELLINGS:
             for length in (ORIGINAL, RUN) if depends else (None,):
-                yield Question(name, spelling, spelled(config, spelling), config, None, length)
+                lengths = max(entry["context_length"], length or 0), entry["original_length"]
+                yield Question(name, spelling, spelled(config, spelling), config, None, length, *lengths)
 
 
 def folder_questions() -> Iterator[Question]:
     """Yield the questions about folders that this package saved."""
     published = {name: configuration(name)["config"] for name in FAMILIES.values()}
     for name, config in saved_configs(published):
-        settings = config["rope_parameters"]
-        yield Question(name, "saved", config, config | {"rope_theta": settings["rope_theta"]}, None, None)
+        formerly = config | {"rope_theta": config["rope_parameters"]["rope_theta"]}
+        family, method = name.split(", ")
+        original = published[FAMILIES[family]]["max_position_embeddings"]
+        yield Question(name, "saved", config, formerly, None, None, round(original * METHODS[method]), original)
 
 
 def unscaled(config: Json, theta: float | None = None) -> Json:
@@ -285,7 +292,7 @@ def record_of(program: str, python: str) -> Json:
     """Return what is recorded of one program."""
     entry = PROGRAMS[program]
     by_logits = entry.get("logits", False)
-    names = tuple(entry["families"]) if by_logits else CONFIGS
+    names = tuple(entry["families"]) if by_logits else (*CONFIGS, *entry.get("more", ()))
     ask_about = small_questions if by_logits else questions
     parts = {
         "states": ask_about(names),
@@ -309,6 +316,7 @@ def states_of(program: str, python: str, asked: list[Question]) -> tuple[Json, s
         rows: list[Json] = []
         for index, each in enumerate(asked):
             row: Json = {"config": each.config, "layer_type": each.layer_type, "length": each.length}
+            row |= {"context_length": each.context_length, "original_length": each.original_length}
             if by_logits:
                 models.append(small_model(each.config, Path(folder, str(index))))
                 row |= {"folder": str(Path(folder, str(index))), "rows": [read[index]]}

@@ -88,7 +88,8 @@ def _row(entry: Row, record: Row) -> tuple[str, ...]:
         ]
         cells.append(", ".join(named) or "–")
     number = record["version"].partition(",")[0].split()[-1]
-    return f"{entry['title']} {number}", *cells, entry.get("advice", "")
+    program, comma, part = entry["title"].partition(",")
+    return f"{program} {number}{comma}{part}", *cells, entry.get("advice", "")
 
 
 @figure

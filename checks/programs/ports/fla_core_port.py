@@ -8,9 +8,9 @@ from __future__ import annotations
 from importlib.metadata import version as installed
 from typing import Any
 
+import rope_settings
 import torch
 from fla.modules import RotaryEmbedding
-from settings import settings
 
 
 def version() -> str:
@@ -19,7 +19,7 @@ def version() -> str:
 
 def _first_turn(config: dict[str, Any]) -> Any:
     """Return cos + i sin of each pair at position 1."""
-    rope = settings(config, "full_attention")
+    rope = rope_settings.read(config)
     if rope["rope_type"] != "default":
         raise NotImplementedError
     module = RotaryEmbedding(config["head_dim"], base=rope["rope_theta"])

@@ -11,9 +11,9 @@ from functools import cache
 from importlib.metadata import version as installed
 from typing import Any
 
+import rope_settings
 import torch
 from litgpt import GPT, Config
-from settings import settings
 
 NAMES = {
     "llama": "Llama-3-8B",
@@ -41,7 +41,7 @@ def _tables(written: str) -> tuple[Any, Any]:
     config = json.loads(written)
     if config["model_type"] not in NAMES:
         raise NotImplementedError
-    rope = settings(config, "full_attention")
+    rope = rope_settings.read(config)
     kind = rope["rope_type"]
     adjustments = None
     if kind != "default":
@@ -55,9 +55,9 @@ def _tables(written: str) -> tuple[Any, Any]:
         "head_size": config["head_dim"],
     }
     changes |= {"n_head": config["num_attention_heads"], "n_query_groups": config["num_key_value_heads"]}
-    if "sliding_attention" in config.get("layer_types", ()):
-        local = settings(config, "sliding_attention")
-        changes |= {"rope_local_base_freq": local["rope_theta"], "rope_indices": [0], "sliding_window_indices": [0]}
+    local = rope_settings.local_theta(config)
+    if local is not None:
+        changes |= {"rope_local_base_freq": local, "rope_indices": [0], "sliding_window_indices": [0]}
     model = GPT(Config.from_name(NAMES[config["model_type"]], n_embd=config["hidden_size"], **changes))
     return model.cos[1], model.sin[1]
 

@@ -13,8 +13,8 @@ from importlib.metadata import version as installed
 from typing import Any
 from unittest.mock import patch
 
+import rope_settings
 import torch
-from settings import settings
 
 names: Any = typing
 names.override = getattr(typing, "override", lambda method: method)
@@ -67,7 +67,7 @@ def version() -> str:
 
 def _words(config: dict[str, Any]) -> list[str]:
     """Return the words of the command line for a config."""
-    rope = settings(config)
+    rope = rope_settings.read(config)
     if config["model_type"] not in FAMILIES or rope["rope_type"] not in SCALINGS:
         raise NotImplementedError
     chosen, names = SCALINGS[rope["rope_type"]]

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from importlib.metadata import version as installed
 from typing import Any
 
+import rope_settings
 import torch
 from olmo_core.nn.moe.v2.gpt_oss import build_gpt_oss_20b_config_from_hf_config
 from olmo_core.nn.rope import PIRoPEScalingConfig, StepwiseRoPEScalingConfig, YaRNRoPEScalingConfig
 from olmo_core.nn.transformer import TransformerConfig
-from settings import settings
 
 SIZES = {
     ("llama", 128): "llama3_8B",
@@ -55,7 +55,7 @@ def _rotary(config: dict[str, Any], layer_type: str | None) -> Any:
     if config["model_type"] == "gpt_oss":
         block, *_ = build_gpt_oss_20b_config_from_hf_config(config).block.values()
         return block.sequence_mixer.rope.build(block.sequence_mixer.head_dim)
-    rope, key = settings(config, "full_attention"), (config["model_type"], config.get("head_dim"))
+    rope, key = rope_settings.read(config), (config["model_type"], config.get("head_dim"))
     if key not in SIZES or rope["rope_type"] not in ("default", *SCALINGS):
         raise NotImplementedError
     model = getattr(TransformerConfig, SIZES[key])(vocab_size=64, rope_theta=rope["rope_theta"])

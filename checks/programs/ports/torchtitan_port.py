@@ -11,8 +11,8 @@ import math
 from importlib.metadata import version as installed
 from typing import Any
 
+import rope_settings
 import torch
-from settings import settings
 
 SIZES = {
     ("llama", 128): ("llama3", "8B"),
@@ -62,7 +62,7 @@ def named_size(config: dict[str, Any]) -> Any:
 
 def _written(config: dict[str, Any]) -> Any:
     """Return the same with the settings of a config in its rope."""
-    attention, rope = named_size(config), settings(config)
+    attention, rope = named_size(config), rope_settings.read(config)
     if rope["rope_type"] not in SCALINGS:
         raise NotImplementedError
     scaling, fields = SCALINGS[rope["rope_type"]]

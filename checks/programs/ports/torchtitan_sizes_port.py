@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from settings import settings
+import rope_settings
 from torchtitan_port import factor, first_turn, named_size, version
 
 __all__ = ["inv_freq", "magnitude", "version"]
@@ -12,7 +12,7 @@ __all__ = ["inv_freq", "magnitude", "version"]
 
 def _size(config: dict[str, Any]) -> Any:
     attention = named_size(config)
-    if attention.rope.theta != settings(config)["rope_theta"]:
+    if attention.rope.theta != rope_settings.read(config)["rope_theta"]:
         raise NotImplementedError  # no size is for this model
     return attention
 
