@@ -66,6 +66,13 @@ def _factor_alone(text: Config, settings: _Settings) -> _Settings:
     return {key: value for key, value in settings.items() if key not in ("truncate", "attention_factor")}
 
 
+def _unrounded_bounds(text: Config, settings: _Settings) -> _Settings:
+    """Leave the bounds of YaRN's ramp between pairs, and stop where the settings do not state its betas."""
+    if not settings.get("beta_fast") or not settings.get("beta_slow"):
+        raise ServingError("it needs beta_fast and beta_slow")
+    return {key: value for key, value in settings.items() if key != "attention_factor"} | {"truncate": False}
+
+
 def _magnitude_by_lengths(text: Config, settings: _Settings) -> _Settings:
     """Compute LongRoPE's magnitude from the two lengths, whatever the settings state."""
     return {key: value for key, value in settings.items() if key not in ("attention_factor", "factor")}
@@ -80,7 +87,7 @@ _CHANGES: Mapping[str, Callable[[Config, _Settings], _Settings]] = {
     function.__name__[1:]: function
     for function in (
         *(_lengths_as_factor, _lengths_as_factor_and_original, _extended_length_as_original),
-        *(_factor_alone, _magnitude_by_lengths, _short_list),
+        *(_factor_alone, _unrounded_bounds, _magnitude_by_lengths, _short_list),
     )
 }
 """What a program may make of the settings of a layer, by the names that stand in other_programs.toml."""
