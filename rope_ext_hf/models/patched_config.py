@@ -89,7 +89,7 @@ def config_encoding(config: Any, patch: Patch, layer_type: str | None, *, writab
     if parameters["rope_type"] == "longrope" and static:
         parameters[_ORIGINAL_KEY] = _original_length(parameters["attention_factor"], length)
         if hasattr(config, _ORIGINAL_KEY):
-            # `generate` fills its cache anew when it crosses the original length, where a static method changes nothing.
+            # `generate` fills its cache anew where it crosses this length, for nothing under a static method.
             parameters[_ORIGINAL_KEY] = length
     if softmax_scale(known, settings) != 1.0:  # attention reads these two when it is built
         parameters |= {key: settings[key] for key in ("factor", "mscale_all_dim")}
