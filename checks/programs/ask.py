@@ -44,6 +44,8 @@ def answer(port: Any, question: Json) -> Json:
         # Raised by a port: it does not ask about such configs. Raised by the program: it refuses this one.
         here = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(port.__file__).parent
         return {"missing": True} if here else {"refused": said(error)}
+    except SystemExit:
+        return {"refused": "its command line refuses an argument"}
     except Exception as error:  # whatever a program may raise
         return {"refused": said(error)}
 

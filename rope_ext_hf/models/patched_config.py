@@ -110,7 +110,8 @@ def _original_length(attention_factor: float, length: int) -> int:
     They compute sqrt(1 + ln(C / L0) / ln L0) for the length C, and 1 where C <= L0. A static method has the same list
     for short and for long inputs, so that the original length has no other meaning.
     """
-    return round(length ** (1 / max(1.0, attention_factor) ** 2))
+    original: float = length ** (1 / max(1.0, attention_factor) ** 2)
+    return round(original)
 
 
 def _states_extended_length(config: Any, patch: Patch) -> bool:

@@ -33,8 +33,6 @@ from rope_ext_hf.tools.engines.base import NotCheckedError, reference_engine
 from rope_ext_hf.tools.engines.comparison import Expected, engine_difference
 from rope_ext_hf.tools.engines.keys import Computed, length_setting
 
-__all__ = ["OtherProgram", "OtherRopeError", "other_programs"]
-
 _ORIGINAL = "original_max_position_embeddings"
 _Settings = dict[str, Any]
 

@@ -17,7 +17,6 @@ from rope_ext_hf.errors import (
     RopeExtError,
     ServingError,
     UnknownMethodError,
-    capital,
     entry,
     listed,
     one_line,
@@ -145,9 +144,9 @@ class Audit(ShownAsTables):
                 by_clause.setdefault(report.differs, []).append(report.label)
         if not by_clause or self.only is not None:
             return ""
-        said = [f"{capital(clause)}: {listed(labels)}." for clause, labels in by_clause.items()]
+        said = "; ".join(f"{listed(labels)} ({clause})" for clause, labels in by_clause.items())
         command = command_line("audit", "PATH", engine="NAME")
-        return f"Some programs compute something else in silence. {' '.join(said)} Details: {command}"
+        return f"Some programs compute something else in silence: {said}. Details: {command}"
 
     def _verdict(self, report: _EngineReport) -> str:
         """Return the verdict on an engine; its numbers are added if they differ from those of transformers."""
@@ -239,8 +238,8 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
         if cls.reference or cls.rules_of:
             continue
         engine = cls()
-        given = reference.config if engine.loads_config else config
-        report = _report(engine, given, reference.expected, reference.context_length)
+        read = reference.config if engine.loads_config else config
+        report = _report(engine, read, reference.expected, reference.context_length)
         reports.append(report)
         if report.differs and engine.has_plugin():
             command = command_line("serve-config", "MODEL", engine=engine.name, plugin=True)
