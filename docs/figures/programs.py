@@ -123,6 +123,41 @@ def programs_changes() -> str:
 
 
 @figure
+def programs_folders() -> str:
+    """How many of the folders that this package saved each program computes right, and what becomes of the others."""
+    rows = []
+    for name, record in read_result("programs")["programs"].items():
+        outcomes: dict[str, list[str]] = {}
+        for folder, states in record["folders"]["saved"].items():
+            if (outcome := _outcome(states)) is not None:
+                outcomes.setdefault(outcome, []).append(folder)
+        if not outcomes:
+            continue
+        asked = sum(map(len, outcomes.values()))
+        cells = [f"{len(outcomes.get('right', []))} of {asked}"]
+        cells += [_folders(outcomes.get(outcome, []), record) for outcome in ("refused", "silent")]
+        rows.append((_entries()[name]["title"], *cells))
+    head = ("program", "computes right", "refuses", "**changes in silence**")
+    return f"\n\n{markdown_table(head, rows).strip()}\n\n"
+
+
+def _folders(names: list[str], record: Row) -> str:
+    """Folders as "yarn (Llama, Qwen2)", by method; a method alone where that is all of its families that were asked."""
+    methods: dict[str, list[str]] = {}
+    asked: dict[str, int] = {}
+    for folder, states in record["folders"]["saved"].items():
+        family, method = folder.split(", ")
+        asked[method] = asked.get(method, 0) + (_outcome(states) is not None)
+        if folder in names:
+            methods.setdefault(method, []).append(family)
+    said = [
+        method if len(families) == asked[method] else f"{method} ({', '.join(families)})"
+        for method, families in methods.items()
+    ]
+    return ", ".join(said) or "–"
+
+
+@figure
 def programs_date() -> str:
     """The first and the last day on which a program was asked."""
     days = sorted({record["date"] for record in read_result("programs")["programs"].values()})
