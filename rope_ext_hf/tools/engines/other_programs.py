@@ -202,7 +202,7 @@ class OtherProgram:
         if kind != "default" and after["rope_type"] == "default":
             losses.append(f"without its {kind} scaling")
         if after["rope_theta"] != before["rope_theta"]:
-            losses.append(f"with theta {after['rope_theta']:,g} in place of {before['rope_theta']:,g}")
+            losses.append(f"with theta {after['rope_theta']:,.8g} in place of {before['rope_theta']:,.8g}")
         computed = reference.computes(read, expected[0][0])
         return computed, " and ".join(losses) or difference
 
