@@ -5,7 +5,6 @@ Weights are random, the same for the same seed.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -58,6 +57,17 @@ def check(model: Any, recorded: dict[str, list[float]]) -> None:
         )
 
 
+def without_original_length(value: Any) -> Any:
+    """A part of a config without the original length of longrope, which was the trained length in these folders.
+
+    Now it is the one from which engines work out the attention factor.
+    """
+    if not isinstance(value, dict):
+        return value
+    unread = {"original_max_position_embeddings"} if value.get("rope_type") == "longrope" else set()
+    return {key: without_original_length(each) for key, each in value.items() if key not in unread}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_saved_model_loads_and_is_unpatched(name: str, tmp_path: Path) -> None:
     stock = build(name)
@@ -69,7 +79,8 @@ def test_a_saved_model_loads_and_is_unpatched(name: str, tmp_path: Path) -> None
     again = json.loads((tmp_path / "again" / "config.json").read_text())
     del again[PATCH_KEY][FINGERPRINT_KEY]  # newer than these folders
     written = {key for key in again if key.startswith("rope_")} | {"max_position_embeddings"}
-    assert {key: again[key] for key in written} == {key: MODELS[name]["config"][key] for key in written}
+    for key in written:
+        assert without_original_length(again[key]) == without_original_length(MODELS[name]["config"][key])
     while rope.describe(model).patched:
         rope.unpatch(model)
     assert torch.equal(logits(model, tokens(300)), logits(stock, tokens(300)))
