@@ -5,6 +5,7 @@ Weights are random, the same for the same seed.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
