@@ -244,7 +244,9 @@ def tokenizer(words: int) -> Any:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, words)}
+    # Some loaders add the last of these where a tokenizer lacks it, which would make a word too many.
+    special = {"<unk>": 0, "<s>": 1, "</s>": 2, "<|endoftext|>": 3}
+    vocabulary = special | {f"w{i}": i for i in range(len(special), words)}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="<unk>")), unk_token="<unk>", bos_token="<s>",
         eos_token="</s>",
