@@ -24,6 +24,15 @@ def benchmark_parser(doc: str | None, *, on_device: bool = True) -> argparse.Arg
     return parser
 
 
+def processor() -> str:
+    """The processor as Linux names it, with AMX where it has bfloat16 products; elsewhere its architecture."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    keys = dict(line.split("\t", 1) for line in reversed(lines) if "\t" in line)
+    name = keys.get("model name", platform.machine()).strip("\t: ")
+    return f"{name}, AMX" if "amx_bf16" in keys.get("flags", "") else name
+
+
 def with_machine(result: dict[str, Any], device: str) -> dict[str, Any]:
     """A result with the name of the device and the versions that it was measured with.
 
@@ -36,6 +45,8 @@ def with_machine(result: dict[str, Any], device: str) -> dict[str, Any]:
         import torch
 
         name = torch.cuda.get_device_name()
+    else:
+        result = result | {"processor": processor()}
     versions = {"rope-ext-hf": __version__} | {package: version(package) for package in ("torch", "transformers")}
     return result | {"device": name, "versions": versions, "intervals": "Student, Wilson, Newcombe"}
 

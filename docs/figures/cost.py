@@ -37,8 +37,14 @@ def flash_attention_by_counting() -> str:
 
 @figure
 def overhead() -> str:
-    """Time and memory of a forward by method: of the two models measured by default, and of each pretrained one."""
-    lines = {line.get("model"): line for line in lines_of("overhead")}
+    """Time and memory of a forward by method: of the two models measured by default, and of each pretrained one.
+
+    A pretrained model has a table for each processor and dtype.
+    """
+    lines = {
+        (line["model"], line["dtype"], line.get("processor")) if "model" in line else None: line
+        for line in lines_of("overhead")
+    }
     return "".join(map(overhead_table, lines.values()))
 
 
@@ -55,7 +61,8 @@ def overhead_table(line: Row) -> str:
         cells = (measured.get((*forward, method)) for forward in forwards)
         rows.append([f"`{method}`", *(f"{ratio_with_interval(c)}, {c['memory']:.2f}" if c else "–" for c in cells)])
     command = f"benchmarks/overhead.py{line.get('options', '')} --methods {','.join(methods)}"
-    return markdown_table(head, rows, f"In {line['dtype']}. {stamp(line, command)}")
+    where = f", {line['processor']}" if "processor" in line else ""
+    return markdown_table(head, rows, f"In {line['dtype']}{where}. {stamp(line, command)}")
 
 
 @figure
