@@ -20,6 +20,7 @@ from tests.support.models import build, dynamic_cases, logits, static_cases, tok
 pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # torch.jit reads all attributes
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # torch's own, in run_decompositions
 ]
 REMAPPING = [name for name, cls in rope.list_methods().items() if issubclass(cls, RemappingMethod)]
 
@@ -98,9 +99,12 @@ def test_a_length_dependent_method_needs_a_fixed_length(which: str, way: Way) ->
     assert difference(run(graph, ids), expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
+each_method = pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[pytest.mark.slow] * (name != "dca")) for name in REMAPPING]
 )
+
+
+@each_method
 def test_a_remapping_method(method: str) -> None:
     """A trace keeps the tiles of its example, which serve shorter inputs as well."""
     model, ids = rope.patch(build("llama"), method), tokens(150)
@@ -117,6 +121,30 @@ def test_a_remapping_method(method: str) -> None:
     if method != "temperature":
         with pytest.raises(RuntimeError, match=r"200"):
             graph(tokens(200))
+
+
+@each_method
+def test_a_graph_under_a_remapping_method_holds_core_operations(method: str) -> None:
+    """ExecuTorch knows no others, and OpenVINO few."""
+    if method == "stairs":
+        pytest.skip("it reads values")
+    model, ids = rope.patch(build("llama"), method), tokens(150)
+    program = torch.export.export(Logits(model), (ids,)).run_decompositions()
+    called = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    checked = {target for target in called if isinstance(target, torch._ops.OpOverload)}
+    assert len(checked) > 10
+    others = {target for target in checked if torch.Tag.core not in target.tags}
+    assert others <= {torch.ops.aten._assert_tensor_metadata.default}  # exporters drop it
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "tokens"])
+@pytest.mark.parametrize("method", ["dca", "temperature"])
+def test_a_remapping_method_is_exported_for_one_shape(method: str, dim: int) -> None:
+    model, ids = rope.patch(build("llama"), method, target_length=LONG), tokens(100).expand(2, -1)
+    shapes = ({dim: torch.export.Dim.DYNAMIC},)
+    with pytest.raises(UnsupportedModelError, match=r"without dynamic_shapes or dynamic_axes, or patch it with"):
+        torch.export.export(Logits(model), (ids,), dynamic_shapes=shapes)
+    assert not list(running())
 
 
 @each_way
