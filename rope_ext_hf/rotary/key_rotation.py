@@ -129,7 +129,7 @@ class KeyRotation:
         return out
 
     def _apply_in_graph(self, keys: Tensor, layout: KeyLayout) -> Tensor:
-        """Do the same as `apply` in operations that torch.compile fuses and exporters know: none writes into a tensor."""
+        """Do the same as `apply` without writing into a tensor: torch.compile fuses that, and exporters know it."""
         wide = torch.promote_types(keys.dtype, self.cos.dtype)
         x, y = (part.to(wide) for part in layout.members(keys))
         cos, sin = self._signed(layout)

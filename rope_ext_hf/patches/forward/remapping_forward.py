@@ -119,7 +119,7 @@ class RemappingForward(DecoderForward):
         super().check_exportable(call)
         if any(isinstance(size, torch.SymInt) for size in call.new_tokens.shape[:2]):
             raise UnsupportedModelError(
-                f"an exported model under {self.tables[0].method.name} serves inputs of the shape of its example alone: "
+                f"an exported model under {self.tables[0].method.name} reads inputs of the shape of its example alone: "
                 "export it without dynamic_shapes or dynamic_axes, or patch it with a frequency method, such as yarn"
             )
         if call.padding_mask is not None or call.position_ids is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
@@ -97,6 +98,37 @@ def test_a_length_dependent_method_needs_a_fixed_length(which: str, way: Way) ->
     with rope.fixed_length(model, LONG):
         graph, expected = way(model, ids), logits(model, ids)
     assert difference(run(graph, ids), expected) <= TOLERANCE
+
+
+class Continued(nn.Module):
+    """The logits of a model for token ids after keys and values of earlier tokens, as converters trace decoding."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, *keys_and_values: Tensor) -> Tensor:
+        cache = DynamicCache()
+        for layer, kept in enumerate(zip(keys_and_values[::2], keys_and_values[1::2], strict=True)):
+            cache.update(*kept, layer)
+        past = keys_and_values[0].shape[-2]
+        mask = torch.ones(1, ids.shape[1] + past, dtype=torch.int64)
+        out: Tensor = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
+        return out
+
+
+@pytest.mark.parametrize("which", dynamic_cases("llama"))
+def test_a_held_length_is_traced_with_keys_that_no_forward_stored(which: str) -> None:
+    method, params = dynamic_cases("llama")[which]
+    model, ids = rope.patch(build("llama"), method, **params), tokens(150)
+    with rope.fixed_length(model, LONG), torch.no_grad():
+        expected = logits(model, ids)
+        cache = model(ids[:, :100]).past_key_values
+        kept = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+        graph = torch.jit.trace(  # type: ignore[no-untyped-call]
+            Continued(model), (ids[:, :20], *(torch.randn_like(x[:, :, :7]) for x in kept)), check_trace=False
+        )
+        assert difference(graph(ids[:, 100:], *kept), expected[:, 100:]) <= TOLERANCE
 
 
 each_method = pytest.mark.parametrize(
