@@ -179,6 +179,12 @@ def test_a_remapping_method_is_exported_for_one_shape(method: str, dim: int) -> 
     assert not list(running())
 
 
+def test_the_error_of_a_strict_export_names_the_other_way() -> None:
+    model, ids = rope.patch(build("llama"), "dca", target_length=LONG), tokens(100)
+    with pytest.raises(RuntimeError, match=r"torch\.export takes it with strict=False"):
+        torch.export.export(Logits(model), (ids,), strict=True)
+
+
 @each_way
 @pytest.mark.parametrize("method", ["dca", "temperature"])
 def test_a_remapping_method_cannot_follow_padding_or_positions(method: str, way: Way) -> None:
