@@ -128,17 +128,19 @@ _SOURCES = {"live": "live", "folder": "saved folder"}
 
 
 def _read_lengths(answer: Row) -> dict[int, Row]:
-    """What was read of an export, by the length of the input."""
+    """Return what was read of an export, by the length of the input."""
     return {int(length): row for length, row in answer["lengths"].items() if "difference" in row}
 
 
 def _export_cell(answer: Row | None, tolerance: float) -> str:
-    """What became of one method by one way of export."""
+    """Return what became of one method by one way of export."""
     if answer is None:
         return "–"
     if "lengths" not in answer:
-        return "refused by this package" if "ours" in answer else "refused"
+        return "refused" if "ours" in answer else "refused by the program"
     read = _read_lengths(answer)
+    if not read:
+        return "refused by the program"
     wrong = {length: row for length, row in read.items() if row["difference"] > tolerance}
     if not wrong:
         # The others were refused: an export may serve its own length alone, or stop at the extended length.
@@ -159,7 +161,8 @@ def exporting() -> str:
         record = result["ways"][name]
         for source, title in _SOURCES.items():
             if answers := record.get(source):
-                number = record["version"].partition(",")[0].split()[-1].partition("+")[0]
+                versions = dict(each.split() for each in record["version"].split(", "))
+                number = versions[way["package"]].partition("+")[0]
                 cells = (_export_cell(answers.get(case), tolerance) for case in result["cases"])
                 rows.append([f"{way['title']} {number}", title, *cells])
                 read = (_read_lengths(answer).values() for answer in answers.values() if "lengths" in answer)
@@ -169,6 +172,7 @@ def exporting() -> str:
         f"*A random Llama for {result['original']} tokens, extended to {result['extended']} and exported with an "
         f"example of {result['example']} (for one shape: of {result['longest']}), reads 1 to {result['beyond']}. "
         f"Right: the last logits are those of the live patched model, but for {worst:.0e} standard deviations. "
+        f"Refused: by this package. At 250, to 250: the program refuses other lengths. "
         f"{made_by(result)}*"
     )
     return markdown_table(["export", "model", *result["cases"]], rows, note)
