@@ -238,7 +238,7 @@ def programs(session: nox.Session) -> None:
 
 @nox.session
 def exporting(session: nox.Session) -> None:
-    """Export small patched models in every way and read them again: see checks/programs/exporting.py; ten minutes."""
+    """Export small patched models in every way and read them again: see checks/programs/exporting.py; half an hour."""
     texts = (Path(f"checks/programs/{name}.toml").read_text(encoding="utf-8") for name in ("exporting", "programs"))
     known, programs = map(tomllib.loads, texts)
     installs = {name: entry["install"] for name, entry in programs.items() if "install" in entry}
