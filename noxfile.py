@@ -237,6 +237,18 @@ def programs(session: nox.Session) -> None:
     run(session, "-m", "checks.programs.record", *(f"{name}={python}" for name, python in pythons.items()))
 
 
+@nox.session
+def exporting(session: nox.Session) -> None:
+    """Export small patched models in every way and read them again: see checks/programs/exporting.py; half an hour."""
+    texts = (Path(f"checks/programs/{name}.toml").read_text(encoding="utf-8") for name in ("exporting", "programs"))
+    known, programs = map(tomllib.loads, texts)
+    installs = {name: entry["install"] for name, entry in programs.items() if "install" in entry}
+    installs |= known["environments"]
+    named = {name: known["ways"][name]["environment"] for name in session.posargs or known["ways"]}
+    pythons = {name: environment(session, f"programs/{each}", installs[each]) for name, each in named.items()}
+    run(session, "-m", "checks.programs.exporting", *(f"{name}={python}" for name, python in pythons.items()))
+
+
 @nox.session(name="llama-cpp")
 def llama_cpp(session: nox.Session) -> None:
     """Have llama.cpp run GGUF files of small models: some minutes."""

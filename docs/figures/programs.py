@@ -6,7 +6,7 @@ import json
 import tomllib
 from functools import cache
 
-from docs.figures.registry import ROOT, Row, figure, markdown_table, read_result
+from docs.figures.registry import ROOT, Row, figure, made_by, markdown_table, read_result
 from rope_ext_hf.tools.engines.other_programs import other_programs
 
 KINDS = {
@@ -162,3 +162,59 @@ def programs_date() -> str:
     """The first and the last day on which a program was asked."""
     days = sorted({record["date"] for record in read_result("programs")["programs"].values()})
     return " to ".join(dict.fromkeys((days[0], days[-1])))
+
+
+# --- exports ----------------------------------------------------------------------------------------------------------
+
+_SOURCES = {"live": "live", "folder": "saved folder"}
+
+
+def _read_lengths(answer: Row) -> dict[int, Row]:
+    """Return what was read of an export, by the length of the input."""
+    return {int(length): row for length, row in answer["lengths"].items() if "difference" in row}
+
+
+def _export_cell(answer: Row | None, tolerance: float) -> str:
+    """Return what became of one method by one way of export."""
+    if answer is None:
+        return "–"
+    if "lengths" not in answer:
+        return "refused" if "ours" in answer else "refused by the program"
+    read = _read_lengths(answer)
+    if not read:
+        return "refused by the program"
+    wrong = {length: row for length, row in read.items() if row["difference"] > tolerance}
+    if not wrong:
+        # The others were refused: an export may serve its own length alone, or stop at the extended length.
+        bounds = f" at {min(read)}" if len(read) == 1 else f" to {max(read)}"
+        return "right" + bounds * (len(read) < len(answer["lengths"]))
+    if all(row["from unscaled"] <= tolerance for row in wrong.values()):
+        return "**without its scaling**"
+    return f"**wrong from {min(wrong)} on, up to {max(row['difference'] for row in wrong.values()):.2g}**"
+
+
+@figure
+def exporting() -> str:
+    """The table of the ways of export."""
+    result = read_result("exporting")
+    text = (ROOT / "checks" / "programs" / "exporting.toml").read_text(encoding="utf-8")
+    tolerance, rows, right = result["tolerance"], [], []
+    for name, way in tomllib.loads(text)["ways"].items():
+        record = result["ways"][name]
+        for source, title in _SOURCES.items():
+            if answers := record.get(source):
+                versions = dict(each.split() for each in record["version"].split(", "))
+                number = versions[way["package"]].partition("+")[0]
+                cells = (_export_cell(answers.get(case), tolerance) for case in result["cases"])
+                rows.append([f"{way['title']} {number}", title, *cells])
+                read = (_read_lengths(answer).values() for answer in answers.values() if "lengths" in answer)
+                right += [row["difference"] for each in read for row in each]
+    worst = max(each for each in right if each <= tolerance)
+    note = (
+        f"*A random Llama for {result['original']} tokens, extended to {result['extended']} and exported with an "
+        f"example of {result['example']} (for one shape: of {result['longest']}), reads 1 to {result['beyond']}. "
+        f"Right: the last logits are those of the live patched model, but for {worst:.0e} standard deviations. "
+        f"Refused: by this package. At 250, to 250: the program refuses other lengths. "
+        f"{made_by(result)}*"
+    )
+    return markdown_table(["export", "model", *result["cases"]], rows, note)

@@ -28,6 +28,7 @@ from rope_ext_hf.attention.triton_attention import ZonedAttention, attend_fused,
 from rope_ext_hf.methods.base import UNBOUNDED, constant
 from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition
 from rope_ext_hf.rotary.forward_state import graph_break
+from rope_ext_hf.rotary.exported import is_exporting
 from rope_ext_hf.rotary.key_rotation import KeyRotation
 from rope_ext_hf.rotary.tiled_rotation import TILE_TOKENS, TiledRotation
 from rope_ext_hf.rotary.triton_rotation import can_fuse
@@ -200,7 +201,7 @@ class _Attention:
             return False
         moves = self.rule.depends_on_total_length and self.rule.key_period is not None and self.rotation is not None
         # Rows padded alike have the same positions, so that one rotation serves them.
-        if not moves or len(set(self.positions.left_padding or ())) != 1 or torch.compiler.is_exporting():
+        if not moves or len(set(self.positions.left_padding or ())) != 1 or is_exporting():
             return False
         return query.shape[-2] == 1 and query.device.type == "cpu"
 

@@ -147,8 +147,9 @@ def recall(cache: Any, origin: KeyOrigin) -> CacheMemory:
         raise LengthError(
             f"the keys in this cache were not stored under this model's {origin.name}, but by an unpatched model, "
             "under a static method, or by other code, and cannot be continued: fill a new cache with this model. "
-            "Prefix tuning of PEFT begins every forward with such keys: use LoRA under this method, or prefix tuning "
-            "under a static one, such as yarn"
+            "Prefix tuning of PEFT begins every forward with such keys, and so does the check that follows a trace of "
+            "torch.jit (optimum-intel): use LoRA under this method, trace with check_trace=False, or patch a static "
+            "method, such as yarn"
         )
     if memory.origin is not origin and memory.origin != origin:
         before, now = memory.origin.differences(origin)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rope_ext_hf.rotary.exported import is_exporting
 from rope_ext_hf.rotary.triton_rotation import can_fuse, rotate_fused
 
 _MAX_LAUNCH_BOUND = 2**20
@@ -98,7 +99,7 @@ class KeyRotation:
         Returns:
             New memory, in the shape and dtype of `keys`.
         """
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() or is_exporting():
             return self._apply_in_graph(keys, layout)
         if can_fuse(keys):
             return self.apply_fused(keys, layout)
@@ -128,7 +129,7 @@ class KeyRotation:
         return out
 
     def _apply_in_graph(self, keys: Tensor, layout: KeyLayout) -> Tensor:
-        """Do the same as `apply` in operations that torch.compile fuses: none writes into a part of a tensor."""
+        """Do the same as `apply` without writing into a tensor: torch.compile fuses that, and exporters know it."""
         wide = torch.promote_types(keys.dtype, self.cos.dtype)
         x, y = (part.to(wide) for part in layout.members(keys))
         cos, sin = self._signed(layout)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 
-def last_logits(model: Any, rows: list[list[int]]) -> Any:
-    """Return the logits of the last token of each row, (rows, vocabulary)."""
-    inputs = [{"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row)).long()} for row in rows]
-    return np.stack([model(**each).logits[0, -1].double().numpy() for each in inputs])
+def last_logits(model: Any, row: list[int]) -> Any:
+    """Return the logits of the last token of a row, (vocabulary,)."""
+    inputs = {"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row)).long()}
+    return model(**inputs).logits[0, -1].double().numpy()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import runpy
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
@@ -29,15 +31,24 @@ def build(folder: Path, made: str, cache: str) -> None:
         sys.argv, sys.path[:] = before, path
 
 
-def logits(folder: Path, rows: list[list[int]]) -> Any:
-    """Return the logits of the last token of each row, (rows, vocabulary)."""
+@contextmanager
+def opened(source: Any) -> Iterator[Callable[[list[int]], Any]]:
+    """Build a folder; yield a function that returns the logits of the last token of a row."""
     with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory() as cache:
-        build(folder, made, cache)
-        model, last = og.Model(made), []
-        for row in rows:
+        build(source, made, cache)
+        model = og.Model(made)
+
+        def last_logits(row: list[int]) -> Any:
             parameters = og.GeneratorParams(model)
             parameters.set_search_options(max_length=len(row))
             generator = og.Generator(model, parameters)
             generator.append_tokens(np.array([row], np.int32))
-            last.append(generator.get_logits().reshape(-1).astype(np.float64))
-        return np.stack(last)
+            return generator.get_logits().reshape(-1).astype(np.float64)
+
+        yield last_logits
+
+
+def logits(folder: Path, rows: list[list[int]]) -> Any:
+    """Return the logits of the last token of each row, (rows, vocabulary)."""
+    with opened(folder) as read:
+        return np.stack([read(row) for row in rows])

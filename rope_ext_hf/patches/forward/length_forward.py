@@ -23,6 +23,7 @@ from rope_ext_hf.patches.forward.patched_forward import DecoderForward
 from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding
 from rope_ext_hf.rotary.cache_memory import CachedRows, CacheMemory, forget, recall, was_filled_by
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
+from rope_ext_hf.rotary.exported import is_exporting
 from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.row_lengths import row_lengths
 
@@ -94,8 +95,11 @@ class LengthForward(DecoderForward):
         return any(table.fixed_length for table in self.tables)
 
     def _check_held_cache(self, cache: Any) -> None:
-        """Check inside `fixed_length` that the keys in a cache were not stored at another length."""
-        if cache is None or not self._is_held() or torch.compiler.is_compiling():
+        """Check inside `fixed_length` that the keys in a cache were not stored at another length.
+
+        A traced or exported graph gets its keys from its own runs, whatever its example held.
+        """
+        if cache is None or not self._is_held() or torch.compiler.is_compiling() or is_exporting():
             return
         origin = self.origin()
         if not was_filled_by(cache, origin) and cache.get_seq_length():

@@ -69,7 +69,8 @@ class RemappingForward(DecoderForward):
             _check_attention(self.module, kwargs)
             call.static_step = place_step(call)
             return kwargs
-        return graph_break(self._begin)(call, kwargs)  # it branches on the values of tensors
+        # It branches on the values of tensors. The error of torch.export(strict=True) quotes the next line.
+        return graph_break(self._begin)(call, kwargs)  # torch.export takes it with strict=False
 
     def _is_static_step(self, call: ForwardCall) -> bool:
         """Return whether a compiled call can be one graph at every step: one token per row onto a static cache."""
@@ -113,9 +114,15 @@ class RemappingForward(DecoderForward):
 
         Raises:
             UnsupportedModelError: the call has padding or positions, whose values decide what is computed, and a graph
-                would keep the decisions for its example; or torch.jit.trace cannot follow the method.
+                would keep the decisions for its example; its shape is left open, which decides the tiles of attention;
+                or torch.jit.trace cannot follow the method.
         """
         super().check_exportable(call)
+        if any(isinstance(size, torch.SymInt) for size in call.new_tokens.shape[:2]):
+            raise UnsupportedModelError(
+                f"an exported model under {self.tables[0].method.name} reads inputs of the shape of its example alone: "
+                "export it without dynamic_shapes or dynamic_axes, or patch it with a frequency method, such as yarn"
+            )
         if call.padding_mask is not None or call.position_ids is not None:
             raise UnsupportedModelError(
                 f"a traced or exported model under {self.tables[0].method.name} cannot follow an "
