@@ -27,8 +27,8 @@ from rope_ext_hf.attention.tile_batches import KernelCall, MergedSoftmax, Zones,
 from rope_ext_hf.attention.triton_attention import ZonedAttention, attend_fused, can_attend, parts_of_keys
 from rope_ext_hf.methods.base import UNBOUNDED, constant
 from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition
-from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.exported import is_exporting
+from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.key_rotation import KeyRotation
 from rope_ext_hf.rotary.tiled_rotation import TILE_TOKENS, TiledRotation
 from rope_ext_hf.rotary.triton_rotation import can_fuse
