@@ -124,7 +124,7 @@ def programs_changes() -> str:
 
 @figure
 def programs_folders() -> str:
-    """How many of the folders that this package saved each program computes right, and what becomes of the others."""
+    """Table of the folders that this package saved: how many a program computes right, and what becomes of others."""
     rows = []
     for name, record in read_result("programs")["programs"].items():
         outcomes: dict[str, list[str]] = {}
