@@ -1,9 +1,9 @@
 #!/bin/sh
 # `boot_native` of transformer-lens drops rope_scaling from a dict, and keeps it in a config object.
 #
-# transformer-lens 4.3.0: a TransformerBridgeConfig whose rope_scaling is linear with factor 4 makes a model with frequencies divided
-# by 4. The same settings in a dict, which `boot_native` takes too, make a model of plain frequencies, without a warning.
-# Exits 0 as long as that is so, and 1 once both are alike or the dict is refused.
+# transformer-lens 4.3.0, a linear scaling of factor 4: set on a TransformerBridgeConfig it divides the frequencies of the
+# model by 4. The same settings in a dict, which `boot_native` takes too, make a model of plain frequencies, without a
+# warning. Exits 0 as long as that is so, and 1 once both are alike or the dict is refused.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
