@@ -1,5 +1,5 @@
 #!/bin/sh
-# keras-hub loses the llama3 scaling of a Llama 3.1 that transformers 5 has saved, and keeps it in the spelling of before.
+# keras-hub loses the llama3 scaling of a Llama 3.1 that transformers 5 has saved, and keeps it in the spelling of transformers 4.
 #
 # keras-hub 0.32.0 with transformers 5.24.0, the rope settings of Llama 3.1 8B: out of the config.json that transformers 5
 # writes, with `rope_parameters`, keras-hub takes theta and leaves the scaling, so that the slowest pair turns 8 times too
