@@ -3,8 +3,8 @@
 #
 # easydel 0.3.0 with jax 0.9.2 and transformers 5.5.4, the settings of Llama 3.1 8B (131,072 positions, original length 8,192):
 # the table of angles has 8,192 rows, and positions 8,191, 8,192, 50,000 and 131,071 get the last one. Attention no longer
-# sees how far such tokens are apart, and nothing warns. Under a linear scaling of factor 16 there
-# are more than 131,072 rows, and these positions differ. Exits 0 as long as that is so, and 1 once it changes.
+# sees how far such tokens are apart, and nothing warns. Under a linear scaling of factor 16 there are more than 131,072
+# rows, and these positions differ. Exits 0 as long as that is so, and 1 once it changes.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
