@@ -238,7 +238,7 @@ def test_an_export_of_a_static_method_takes_any_length() -> None:
 def test_an_export_of_a_remapping_method_with_a_length_that_varies_is_refused(method: str) -> None:
     """The tiles follow from the length."""
     shapes = {"ids": {1: torch.export.Dim("length", min=2, max=512)}}
-    with pytest.raises(Exception, match=r"(?s)[Cc]onstraint.*length"):
+    with pytest.raises(Exception, match="reads inputs of the shape of its example alone"):
         torch.export.export(_Logits(patched(method)), (tokens(150),), dynamic_shapes=shapes, strict=False)
 
 

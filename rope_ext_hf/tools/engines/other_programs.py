@@ -28,7 +28,6 @@ from rope_ext_hf.models.config_keys import (
     text_settings,
     yarn_magnitude_by_config,
 )
-from rope_ext_hf.models.layer_types import SLIDING
 from rope_ext_hf.tools.engines.base import NotCheckedError, reference_engine
 from rope_ext_hf.tools.engines.comparison import Expected, engine_difference
 from rope_ext_hf.tools.engines.keys import Computed, length_setting
@@ -149,6 +148,8 @@ class OtherProgram:
             NotCheckedError: this was not checked for the family or its rope type.
             OtherRopeError: the program computes what no config states.
         """
+        from rope_ext_hf.models.layer_types import SLIDING  # it imports torch, which the command line starts without
+
         text = text_settings(config)
         rule = next((rule for rule in self.rules if text.get("model_type") in rule.families), None)
         if rule is None:
