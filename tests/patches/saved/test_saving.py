@@ -167,7 +167,7 @@ def test_config_lengths(name: str, which: str, read: Lookup) -> None:
     assert config["max_position_embeddings"] == it.read["max_position_embeddings"]
     assert served_length(config["max_position_embeddings"], written, name) == extended
     assert it.model.config.max_position_embeddings == extended  # generate reads the live config
-    original = written.get("original_max_position_embeddings")
+    original: Any = written.get("original_max_position_embeddings")
     if written["rope_type"] in ("yarn", "llama3"):
         assert original == TRAINED
     if written["rope_type"] == "longrope" and name != "phi3" and written["short_factor"] == written["long_factor"]:
