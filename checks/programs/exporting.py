@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -24,13 +23,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import rope_ext_hf as rope
-from checks.programs.record import LOGITS_TOLERANCE, ORIGINAL, SIZES, small_model, tokenizer
+from checks.programs.record import (
+    LOGITS_TOLERANCE,
+    ORIGINAL,
+    SIZES,
+    ask,
+    difference,
+    row_of,
+    small_model,
+    tokenizer,
+)
 
 HERE = Path(__file__).parent
 RESULT = HERE.parents[1] / "docs" / "results" / "exporting.json"
@@ -73,10 +80,6 @@ CASES = {
 }
 
 
-def row_of(length: int) -> list[int]:
-    return [3 + (7 * index) % 61 for index in range(length)]
-
-
 def patched(base: Path, case: Case) -> Any:
     return rope.patch(AutoModelForCausalLM.from_pretrained(base).eval(), case.method, **case.options)
 
@@ -87,24 +90,6 @@ def read_by(model: Any, hold: int | None = None) -> list[Any]:
     with rope.fixed_length(model, hold) if hold else nullcontext():
         rows = (torch.tensor([row_of(length)]) for length in LENGTHS)
         return [model(row, use_cache=False).logits[0, -1].double().numpy() for row in rows]
-
-
-def difference(logits: Any, expected: Any) -> float:
-    """Return the root mean square difference of logits, in standard deviations of the expected ones."""
-    return float(np.sqrt(np.mean((np.array(logits) - expected) ** 2)) / expected.std())
-
-
-def ask(python: str, way: str, questions: list[Json]) -> Json:
-    """Return the answers of a port, which runs under the interpreter of its program."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = Path(folder, "questions.json"), Path(folder, "answers.json")
-        files[0].write_text(json.dumps(questions), encoding="utf-8")
-        command = [python, str(HERE / "ask_export.py"), way.replace("-", "_"), *map(str, files)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-        if not files[1].exists():
-            raise SystemExit(f"{way}: {done.stderr[-2000:]}")
-        answers: Json = json.loads(files[1].read_text(encoding="utf-8"))
-    return answers
 
 
 def question(base: Path, case: Case, way: Json, *, live: bool) -> Json:
@@ -147,7 +132,8 @@ def record_of(way: str, python: str, base: Path, expected: Json, unscaled: list[
     for source, live in (("live", True), ("folder", False)):
         asked = {name: case for name, case in CASES.items() if is_asked(entry, case, live=live)}
         if asked:
-            given = ask(python, way, [question(base, case, entry, live=live) for case in asked.values()])
+            questions = [question(base, case, entry, live=live) for case in asked.values()]
+            given = ask(python, way.replace("-", "_"), questions, "ask_export.py")
             record["version"] = given["version"]
             answers = zip(asked, given["answers"], strict=True)
             record[source] = {name: states(answer, expected[name], unscaled) for name, answer in answers}

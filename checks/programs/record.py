@@ -262,14 +262,23 @@ def last_logits(model: Any, config: Json, ids: list[int]) -> Any:
         return other(torch.tensor([ids]), use_cache=False).logits[0, -1].double().numpy()
 
 
+def difference(logits: Any, expected: Any) -> float:
+    """Return the root mean square difference of logits, in standard deviations of the expected ones."""
+    return float(np.sqrt(np.mean((np.array(logits) - expected) ** 2)) / expected.std())
+
+
+def row_of(length: int) -> list[int]:
+    """Return the token ids of an input of this length."""
+    return [3 + (7 * index) % 61 for index in range(length)]
+
+
 def state_of_logits(question: Question, model: Any, ids: list[int], given: Json) -> str:
     """Return the state as `state_of` does, for a program that gives logits."""
     computed = np.array(given["logits"][0])
     differences = {}
     configs = {"right": question.published} | {name: change(question.published) for name, change in WRONG.items()}
     for name, config in configs.items():
-        expected = last_logits(model, config, ids)
-        differences[name] = float(np.sqrt(np.mean((computed - expected) ** 2)) / expected.std())
+        differences[name] = difference(computed, last_logits(model, config, ids))
     best = min(differences, key=differences.__getitem__)
     return best if differences[best] <= LOGITS_TOLERANCE else f"logits differ by {differences['right']:.2g} deviations"
 
@@ -277,12 +286,12 @@ def state_of_logits(question: Question, model: Any, ids: list[int], given: Json)
 # --- the record -----------------------------------------------------------------------------------------------------
 
 
-def ask(python: str, port: str, asked: list[Json]) -> Json:
-    """Return the answers of a port, which runs under the interpreter of its program."""
+def ask(python: str, port: str, asked: list[Json], script: str = "ask.py") -> Json:
+    """Return the answers of a port to a script's questions; it runs under the interpreter of its program."""
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "questions.json"), Path(folder, "answers.json")
         files[0].write_text(json.dumps(asked), encoding="utf-8")
-        command = [python, str(HERE / "ask.py"), port, *map(str, files)]
+        command = [python, str(HERE / script), port, *map(str, files)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
         if not files[1].exists():
             raise SystemExit(f"{port}: {done.stderr[-2000:]}")
@@ -311,7 +320,7 @@ def states_of(program: str, python: str, asked: list[Question]) -> tuple[Json, s
     """Return the answers of a program, as states by spelling, by configuration and by row, and its version."""
     port = PROGRAMS[program].get("port", program)
     by_logits = PROGRAMS[program].get("logits", False)
-    read = [[3 + (7 * i) % 61 for i in range(each.length or RUN)] for each in asked]
+    read = [row_of(each.length or RUN) for each in asked]
     states: Json = {each.spelling: {} for each in asked}
     with tempfile.TemporaryDirectory() as folder:
         models: list[Any] = []

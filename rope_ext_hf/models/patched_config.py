@@ -87,10 +87,9 @@ def config_encoding(config: Any, patch: Patch, layer_type: str | None, *, writab
 
     parameters = dict(parameters)
     if parameters["rope_type"] == "longrope" and static:
-        parameters[_ORIGINAL_KEY] = _original_length(parameters["attention_factor"], length)
-        if hasattr(config, _ORIGINAL_KEY):
-            # `generate` fills its cache anew where it crosses this length, for nothing under a static method.
-            parameters[_ORIGINAL_KEY] = length
+        # Where the config has this key itself, `generate` fills its cache anew beyond that length, for nothing here.
+        renews = hasattr(config, _ORIGINAL_KEY)
+        parameters[_ORIGINAL_KEY] = length if renews else _original_length(parameters["attention_factor"], length)
     if softmax_scale(known, settings) != 1.0:  # attention reads these two when it is built
         parameters |= {key: settings[key] for key in ("factor", "mscale_all_dim")}
     if kept_original is not None:
