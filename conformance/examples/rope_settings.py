@@ -17,7 +17,7 @@ def read(config: Config) -> Config:
 
 
 def local_theta(config: Config) -> float | None:
-    """Return the base of layers with a window; None: there is no other one."""
+    """Return the base of layers with a window, or None where they have that of the other layers."""
     text = config.get("text_config", config)
     local = (text.get("rope_parameters") or {}).get("sliding_attention") or {}
     theta: float | None = local.get("rope_theta", text.get("rope_local_base_freq"))

@@ -64,7 +64,7 @@ def own_keys(model_type: str) -> Mapping[str, str]:
 def _default_theta(model_type: str) -> float | None:
     """Return the theta that transformers 5 takes for a model type whose config states none.
 
-    None where there is no one number: the layers have rotary embeddings with thetas of their own.
+    The result is None where the class has no such number, because its layers have thetas of their own.
     """
     from transformers import CONFIG_MAPPING
 

@@ -104,7 +104,7 @@ def config_encoding(config: Any, patch: Patch, layer_type: str | None, *, writab
 
 
 def _original_length(attention_factor: float, length: int) -> int:
-    """Return the original length from which engines that ignore `attention_factor` work it out under longrope.
+    """Return the original length that gives this factor to engines that compute it from two lengths under longrope.
 
     They compute sqrt(1 + ln(C / L0) / ln L0) for the length C, and 1 where C <= L0. A static method has the same list
     for short and for long inputs, so that the original length has no other meaning.

@@ -199,7 +199,7 @@ def test_frequencies_in_the_weights_of_esm_win_over_its_config(tmp_path: Path) -
 
 
 def test_a_folder_of_transformers_5_lacks_the_keys_of_transformers_4(tmp_path: Path) -> None:
-    """What transformers 4.57 does with it was tried: theta 10,000 and no scaling, without a word."""
+    """docs/results/programs.json has what transformers 4 makes of it: theta 10,000 and no scaling, without a word."""
     model = build("llama", YARN | {"rope_theta": 500_000.0})
     model.save_pretrained(tmp_path / "plain")
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
