@@ -18,7 +18,7 @@ from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.saved.adapters import SAVE_ROUTE, modules_with_adapters
 from rope_ext_hf.patches.slots.patch_state import PatchState
 from rope_ext_hf.patches.slots.patched_slot import patched_slots
-from rope_ext_hf.patches.traps import is_encoder, traps
+from rope_ext_hf.patches.traps import is_encoder, theta_traps, traps
 from rope_ext_hf.plug_ins import plug_in
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
@@ -191,6 +191,7 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         patched=False,
         notes=(
             *[text for text in (slot.layers.no_patch_needed, note, embedding.note) if text],
+            *theta_traps(rope),
             *traps(rope, method, rotary, patched=False),
         ),
         recipe=recipe_note(rope.config, rotary, method if rope.patches else None),

@@ -32,7 +32,7 @@ from rope_ext_hf.patches.model_rope import ModelRope, check_pairing
 from rope_ext_hf.patches.slots.patch_state import ConfigSwap, PatchState, copied_configs, stating_rope
 from rope_ext_hf.patches.slots.patched_slot import Slot, patch_state
 from rope_ext_hf.patches.slots.roformer import check_table_method
-from rope_ext_hf.patches.traps import theta_trap, traps
+from rope_ext_hf.patches.traps import theta_traps, traps
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -173,11 +173,13 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
     sliding, every_layer = None, False
     if layers.window:
         sliding, every_layer = slots[0].sliding_note(length, named=patch.layers is not None)
+    theta = theta_traps(rope)
     notes = [
         sliding,
         layers.unrotated_note(method),
         *[slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers],
         loading_note(model),
+        *theta,
         *traps(rope, method, patch.rotary, patched=True),
     ]
     unlike_published = recipe_warning(rope.config, patch.rotary, method, patch.target_length)
@@ -186,7 +188,7 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
         encoding,
         rope.rule,
         notes=tuple([note for note in notes if note]),
-        warning=sliding if every_layer else theta_trap(rope) or unlike_published,
+        warning=sliding if every_layer else next(iter(theta), unlike_published),
         configs=configs,
         below=below if live else (),
     )

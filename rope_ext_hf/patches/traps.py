@@ -2,7 +2,7 @@
 
 `describe` prints the line of every trap that a model meets, patched or not. Two of them leave the model with another
 theta than its user believes, and `patch` warns of these as well, because a patch extends the theta that the model runs.
-Each trap is one function of `_TRAPS`, which says when it bites; the tests show each in plain transformers first.
+Each trap is one function, of `theta_traps` or of `_TRAPS`, which says when it bites; tests show each in plain transformers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Seen:
 
 
 def traps(rope: ModelRope, method: RopeMethod, rotary: Rotary, *, patched: bool) -> tuple[str, ...]:
-    """Return a line for each trap of transformers that a model meets; most models meet none.
+    """Return a line for each further trap of transformers that a model meets; most models meet none.
 
     Args:
         rope: the rope of the model.
@@ -62,9 +62,9 @@ def traps(rope: ModelRope, method: RopeMethod, rotary: Rotary, *, patched: bool)
     return tuple([line for trap in _TRAPS if (line := trap(seen)) is not None])
 
 
-def theta_trap(rope: ModelRope) -> str | None:
-    """Return the line of a trap that leaves a model with another theta than its user may believe; None: it has none."""
-    return _unread_spelling(rope) or _unread_theta(rope)
+def theta_traps(rope: ModelRope) -> tuple[str, ...]:
+    """Return a line for each trap that leaves a model with another theta than its user may believe."""
+    return tuple([line for line in (_unread_spelling(rope), _unread_theta(rope)) if line is not None])
 
 
 # --- settings that nothing reads --------------------------------------------------------------------------------------
@@ -196,8 +196,6 @@ def _assisted_generation(seen: _Seen) -> str | None:
 
 
 _TRAPS: tuple[Callable[[_Seen], str | None], ...] = (
-    lambda seen: _unread_spelling(seen.rope),
-    lambda seen: _unread_theta(seen.rope),
     _unread_truncate,
     _unread_nomic_keys,
     _scaled_windows,
