@@ -2,7 +2,7 @@
 
 `describe` prints the line of every trap that a model meets, patched or not. Two of them leave the model with another
 theta than its user believes, and `patch` warns of these as well, because a patch extends the theta that the model runs.
-Each trap is one function, of `theta_traps` or of `_TRAPS`, which says when it bites. Tests show it without a patch first.
+Each trap is one function, in `theta_traps` or `_TRAPS`, which says when it bites. Tests show it without a patch first.
 """
 
 from __future__ import annotations
