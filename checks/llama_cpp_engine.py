@@ -68,6 +68,9 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "mrrope, uniform": ("mrrope", {"factor": 4.0, "beta_fast": 16.0, "radix": "uniform"}),
     "longrope, one list": ("longrope", {"lists": ("short_factor", "long_factor"), "factor": 4.0}),
     "factors": ("factors", {"lists": ("factors",), "attention_factor": 1.1}),
+    "cope": ("cope", {}),
+    "cope, hard": ("cope", {"hard": True}),
+    "nope": ("nope", {"recalibrated": 1}),
 }
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 RULES: dict[str, dict[str, dict[str, Any]]] = {

@@ -51,6 +51,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "by-parts": ("by-parts", {}),
     "llama3": ("llama3", {}),
     "mrrope": ("mrrope", {"beta_fast": 16.0}),
+    "cope": ("cope", {}),
+    "nope": ("nope", {"recalibrated": 1}),
     "longrope, one list": ("longrope", {"lists": (1, 1)}),
     "longrope, two lists": ("longrope", {"lists": (0, 1)}),
     "factors": ("factors", {"lists": (1,)}),

@@ -17,11 +17,27 @@ from typing import Any, overload
 
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, short
 
-__all__ = ["MOST_TOKENS", "Length", "check_int", "limit", "limits", "parse_bytes", "parse_length", "parse_lengths"]
+__all__ = [
+    "MOST_TOKENS",
+    "NO_ROTATION",
+    "Length",
+    "check_int",
+    "limit",
+    "limits",
+    "parse_bytes",
+    "parse_length",
+    "parse_lengths",
+]
 
 Length = int | str  # a number of tokens, or its text: "4096", "4k", "1M"
 
 MOST_TOKENS = 2**40  # a longer context has no meaning; the limit keeps numbers of 400 digits out of every computation
+NO_ROTATION = 2.0**127
+"""The divisor of a frequency that stands for a frequency of 0, because JSON has no infinity.
+
+It leaves at most 6e-39 radians per position, which do not show in cos and sin of any dtype. Every dtype with the range
+of float32 holds it exactly.
+"""
 
 LIMITS = {
     "layers": 2_000,  # in each part of a model; the deepest published models have a few hundred

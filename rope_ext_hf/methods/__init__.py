@@ -4,7 +4,7 @@
     tensor(1.4435e-05, dtype=torch.float64)
 
 Every file of this folder is imported here, so that a class decorated with `register_method` is known as soon as one
-method is.
+method is; `static` first, so that lists of methods begin with `default`.
 """
 
 import importlib
@@ -24,5 +24,5 @@ __all__ = [
     "resolve_method",
 ]
 
-for _file in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_file.name}")
+for _name in ("static", *(file.name for file in pkgutil.iter_modules(__path__))):
+    importlib.import_module(f"{__name__}.{_name}")

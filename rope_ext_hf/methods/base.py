@@ -13,11 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, fields
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
 
+from rope_ext_hf.bounds import NO_ROTATION
 from rope_ext_hf.errors import MethodError, did_you_mean
 from rope_ext_hf.methods.parameters import field_annotations, is_number, parameter_types
 
@@ -99,7 +100,7 @@ class Rotary:
         Raises:
             MethodError: the method does not fit this rotary embedding, or no other method can be applied on top of it.
         """
-        method.check(self)
+        method.check_all(self)
         if not method.composable:
             raise MethodError(
                 f"no method can be applied over {method.name}, because no single set of frequencies describes it"
@@ -110,6 +111,13 @@ class Rotary:
     def context_length(self) -> int:
         """C, the length in tokens that the unpatched model is for."""
         return self.trained_length if self.own is None else self.own.context_length
+
+    @property
+    def rotates(self) -> bool:
+        """True if any pair rotates; under `nope` none does."""
+        if self.own is not None:
+            return any(w > 0 for w in self.own_frequencies)
+        return self.rotated_pairs is None or self.rotated_pairs > 0
 
     @property
     def length_dependent(self) -> bool:
@@ -175,6 +183,24 @@ class Frequencies(NamedTuple):
     attention_factor: float
 
 
+class TrainingDefaults(NamedTuple):
+    """The settings with which `rope-ext finetune` trains a model under a method, where its user gives none.
+
+    Attributes:
+        learning_rate: the peak of the learning rate.
+        train_all: whether all weights are trained; False: adapters, norms and embeddings.
+        guard: the weight of keeping the unpatched model's predictions on short inputs.
+        extended_rows: whether rows are as long as the extended length; False: as long as the context length.
+        published: a clause on how many tokens the authors of the method train on; empty: it is not stated.
+    """
+
+    learning_rate: float = 2e-4
+    train_all: bool = False
+    guard: float = 1.0
+    extended_rows: bool = True
+    published: str = ""
+
+
 @lru_cache(maxsize=64)
 def _underneath(rotary: Rotary) -> tuple[tuple[float, ...], float]:
     """Return the inverse frequencies and the attention factor under the model's own scaling, for long inputs."""
@@ -208,6 +234,15 @@ def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 
+def divide(inv_freq: Tensor, divisors: tuple[float, ...]) -> Tensor:
+    """Return inverse frequencies, each divided by a number of its own; `NO_ROTATION` makes it 0.
+
+    `inv_freq`: a tensor (dim // 2,) float64, like the result.
+    """
+    numbers = constant(divisors, inv_freq.device)
+    return torch.where(numbers < NO_ROTATION, inv_freq / numbers, 0.0)
+
+
 def may_keep_tensors() -> bool:
     """Return whether a tensor made now may outlive the call.
 
@@ -238,8 +273,12 @@ class RopeMethod(ABC):
     """Other names of the method, each with the parameters that it implies."""
     parameters: ClassVar[Mapping[str, Field[Any]]] = {}
     """The fields by name."""
+    changes_frequencies: ClassVar[bool] = True
+    """Whether the method needs pairs that rotate."""
     trainable: ClassVar[str] = ""
     """The parameter, one number for each pair, that is trained in a rotary module; empty: no parameter is trained."""
+    training: ClassVar[TrainingDefaults] = TrainingDefaults()
+    """The settings with which `rope-ext finetune` trains a model under the method."""
 
     def __post_init__(self) -> None:
         """Raise MethodError if a parameter is of the wrong type, or beyond the limits that hold for every method."""
@@ -319,7 +358,7 @@ class RopeMethod(ABC):
         Raises:
             MethodError: parameters that do not fit `rotary`, or a length below 1.
         """
-        self.check(rotary)
+        self.check_all(rotary)
         if length is not None and length < 1:
             raise MethodError(f"length must be at least 1 token, got {length}")
         tokens = torch.tensor(rotary.context_length if length is None else length, dtype=torch.float64, device="cpu")
@@ -438,6 +477,34 @@ class RopeMethod(ABC):
         """Return warnings about unusual effects of the method on this rotary embedding, one sentence each."""
         return ()
 
+    @property
+    def note(self) -> str | None:
+        """A sentence on what the method does to the model, for `describe`; None in most methods."""
+        return None
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence that `patch` warns with; None: there is nothing to warn of."""
+        return None
+
+    def after_training(self, tokens: int, before: RopeMethod | None) -> Self:
+        """Return the method that is saved with a model after `rope-ext finetune` has trained it.
+
+        Args:
+            tokens: the number of tokens in the rows of that training.
+            before: the method that the model was loaded with; None: it was not patched.
+        """
+        return self
+
+    def check_all(self, rotary: Rotary) -> None:
+        """Raise MethodError if the method cannot be applied to this rotary embedding."""
+        if self.changes_frequencies and not rotary.rotates:
+            raise MethodError(
+                f"no pair of this model rotates, so {self.name} has no frequency to change. Its rotation was dropped "
+                "(nope); over='original' extends the model as it was before"
+            )
+        self.check(rotary)
+
     def check(self, rotary: Rotary) -> None:  # noqa: B027 - most methods fit every rotary embedding
         """Raise MethodError if the parameters of the method do not fit this rotary embedding."""
 
@@ -472,11 +539,12 @@ class RopeMethod(ABC):
         """
         theta = rotary.theta_inv_freq()
         short, long = [self.frequencies(rotary, length) for length in lengths]
+        divisors = [(theta / each.inv_freq).clamp(max=NO_ROTATION).tolist() for each in (short, long)]
         return {
             "rope_type": "longrope",
             "rope_theta": rotary.theta,
-            "short_factor": (theta / short.inv_freq).tolist(),
-            "long_factor": (theta / long.inv_freq).tolist(),
+            "short_factor": divisors[0],
+            "long_factor": divisors[1],
             "factor": getattr(self, "factor", None) or 1.0,
             "attention_factor": short.attention_factor,
             "original_max_position_embeddings": rotary.trained_length,

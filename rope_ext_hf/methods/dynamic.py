@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.base import SHORT_AND_LONG, UNBOUNDED, RopeMethod, Rotary, constant
+from rope_ext_hf.methods.base import SHORT_AND_LONG, UNBOUNDED, RopeMethod, Rotary, divide
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import RampedMethod, check_at_least_four_dims, check_divisors, ntk_inv_freq
 
@@ -162,13 +162,14 @@ class LongRoPE(RopeMethod):
             raise MethodError("longrope: a trained length of 1 token has no attention factor (ln 1 = 0); give one")
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        short = constant(self.short_factor, length.device)
-        long = constant(self.long_factor, length.device)
-        divisors = torch.where(length > rotary.context_length, long, short) if self.length_dependent else long
+        own = rotary.inv_freq(length.device)
+        inv_freq = divide(own, self.long_factor)
+        if self.length_dependent:
+            inv_freq = torch.where(length > rotary.context_length, inv_freq, divide(own, self.short_factor))
         attention_factor = self.attention_factor
         if attention_factor is None:
             attention_factor = math.sqrt(1 + math.log(self.factor or 1.0) / math.log(rotary.context_length))
-        return rotary.inv_freq(length.device) / divisors, attention_factor
+        return inv_freq, attention_factor
 
     def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if not self.length_dependent:

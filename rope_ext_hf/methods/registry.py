@@ -17,7 +17,15 @@ from rope_ext_hf.methods.parameters import is_number
 from rope_ext_hf.options.method_choice import folded, unknown_method
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 
-__all__ = ["frequencies", "list_methods", "register_method", "registered_name", "resolve_method", "stated_length"]
+__all__ = [
+    "frequencies",
+    "list_methods",
+    "method_class",
+    "register_method",
+    "registered_name",
+    "resolve_method",
+    "stated_length",
+]
 
 _METHODS: dict[str, type[RopeMethod]] = {}
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -129,7 +137,7 @@ def resolve_method(
             f"method must be a name, a method object, or a dict with a rope_type, got {type(method).__name__}"
         )
     if rotary is not None:
-        resolved.check(rotary)
+        resolved.check_all(rotary)
     return resolved
 
 

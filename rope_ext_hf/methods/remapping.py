@@ -192,6 +192,7 @@ class RemappingMethod(RopeMethod, AttentionRule):
     default_temperature: ClassVar[str] = "llama4"
     """The temperature where none is given."""
     composable = False
+    changes_frequencies = False  # where no layer rotates, the probe of a patch says so
 
     # Not in the label: it follows from the model, and where it was given, the other parameters follow from it.
     max_distance: int | None = field(default=None, metadata={"in_label": False})
@@ -336,7 +337,7 @@ class RemappingMethod(RopeMethod, AttentionRule):
         return 0
 
     @property
-    def note(self) -> str:
+    def note(self) -> str | None:
         """A sentence that says what the method, once bound to a model, does with far keys."""
         short = f"Rows of up to {self.max_distance:,} tokens are not remapped. " if self.depends_on_total_length else ""
         return (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary, constant
+from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary, constant, divide
 from rope_ext_hf.methods.registry import register_method
 
 
@@ -23,6 +23,8 @@ class Default(RopeMethod):
 
     In a model with a scaling of its own, that scaling stays.
     """
+
+    changes_frequencies = False
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         return rotary.inv_freq(length.device), 1.0
@@ -452,7 +454,7 @@ class Factors(RopeMethod):
         check_divisors(self, "factors", rotary=rotary)
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        return rotary.inv_freq(length.device) / constant(self.factors, length.device), self.attention_factor
+        return divide(rotary.inv_freq(length.device), self.factors), self.attention_factor
 
 
 @register_method("learnable")

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from rope_ext_hf.errors import MethodError, UnsupportedModelError, did_you_mean
-from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.models.config import ConfigRope
@@ -259,12 +259,18 @@ class AttentionLayers:
             return f"{share} and keep their own rotary embedding ({own}).", False
         return f"{share}; they share one rotary embedding with the others, so the method changes them too.", False
 
-    def unrotated_note(self, method: RopeMethod) -> str | None:
+    def unrotated_note(self, method: RopeMethod, rotary: Rotary | None = None) -> str | None:
         """Return a sentence on full-attention layers that a method does not reach; None where it reaches all.
 
         Most methods reach the layers that rotate; one that changes the size of queries is for those that do not.
+
+        Args:
+            method: the method.
+            rotary: the rotary embedding that it is applied to; under `nope` no layer rotates. None: it is not known.
         """
         rotating, full = self.rotating
+        if rotary is not None and not rotary.rotates:
+            rotating = 0
         if isinstance(method, RemappingMethod) and method.scales_queries_only:
             if not rotating:
                 return None

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.methods.base import TWO_PI, UNBOUNDED, RopeMethod, Rotary
-from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.engine_keys import compare_engines
 from rope_ext_hf.models.recipes import recipe_note
 from rope_ext_hf.patches.model_rope import ModelRope, check_pairing
@@ -246,7 +245,7 @@ def _describe_patched(rope: ModelRope, state: PatchState, method: RopeMethod) ->
         extended_length=state.encoding.extended_length,
         save_route=_save_route(rope, state),
         patched=True,
-        notes=(*state.notes, method.note) if isinstance(method, RemappingMethod) else state.notes,
+        notes=(*state.notes, method.note) if method.note else state.notes,
         short_inputs=(
             *short_input_notes(
                 method,

@@ -176,19 +176,22 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
     theta = theta_traps(rope)
     notes = [
         sliding,
-        layers.unrotated_note(method),
+        layers.unrotated_note(method, patch.rotary),
         *[slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers],
         loading_note(model),
         *theta,
         *traps(rope, method, patch.rotary, patched=True),
     ]
     unlike_published = recipe_warning(rope.config, patch.rotary, method, patch.target_length)
+    warning = sliding if every_layer else next(iter(theta), unlike_published)
+    if method.warning is not None:
+        warning = method.warning if warning is None else f"{method.warning}. {capital(warning)}"
     state = PatchState(
         patch,
         encoding,
         rope.rule,
         notes=tuple([note for note in notes if note]),
-        warning=sliding if every_layer else next(iter(theta), unlike_published),
+        warning=warning,
         configs=configs,
         below=below if live else (),
     )

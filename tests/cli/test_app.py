@@ -383,7 +383,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
             ["describe", "reference", "--method", "longrope", "--short-factor", "1,2", "--long-factor", "1,2"],
             "give factor",
         ),
-        (["patch", "reference", "--method", "nope", "--out", "x"], "unknown method 'nope'"),
+        (["patch", "reference", "--method", "zigzag", "--out", "x"], "unknown method 'zigzag'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -450,8 +450,8 @@ def test_an_error_on_a_full_disk_keeps_its_exit_code() -> None:
 
 
 def test_a_method_with_no_near_name_gets_no_suggestion() -> None:
-    _, _, err = run("describe", "reference", "--method", "nope")
-    assert "unknown method 'nope'. Known methods" in err
+    _, _, err = run("describe", "reference", "--method", "zigzag")
+    assert "unknown method 'zigzag'. Known methods" in err
 
 
 def test_methods_are_named_once_more_or_in_a_list() -> None:

@@ -75,6 +75,8 @@ def assert_native(
     rotary: Rotary, ours: rope.Frequencies, parameters: dict[str, Any], length: int | None = None
 ) -> None:
     inv_freq, attention_factor = native_table(rotary, parameters, length)
+    # The largest divisor leaves the fastest pairs 6e-39 radians per position.
+    inv_freq = torch.where(inv_freq.abs() < 1e-38, 0.0, inv_freq)
     assert_same(ours.inv_freq, inv_freq, rtol=NATIVE)
     assert ours.attention_factor == pytest.approx(attention_factor, rel=NATIVE)
 

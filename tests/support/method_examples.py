@@ -12,6 +12,8 @@ from typing import Any, get_type_hints
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.clipping import Cope
+from rope_ext_hf.methods.dropping import Nope
 from rope_ext_hf.methods.dynamic import DynamicNTK, DynamicYarn, LongRoPE
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.static import ByParts, Factors, MrRoPE, RampedMethod, Yarn
@@ -37,15 +39,22 @@ def example_method(cls: type[RopeMethod], rotary: Rotary, **given_: Any) -> Rope
         example = cls(**values | given_)
     except MethodError:  # one of several optional ones is needed
         example = cls(**values | {"factor": 4.0} | given_)
+    if isinstance(example, Nope):
+        example = replace(example, recalibrated=1)  # `patch` warns of a model that was not trained
     return within(example, rotary)
 
 
 def within(method: RopeMethod, rotary: Rotary) -> RopeMethod:
-    """The method, with betas between the cycles of the first and the last two pairs where its own fit no pair."""
+    """The method, with betas between the cycles of the first and the last two pairs where its own fit no pair.
+
+    Where every pair turns around, `cope` clips the last two.
+    """
     try:
         method.check(rotary)
     except MethodError:
         cycles = (rotary.context_length * rotary.inv_freq()[: rotary.rotated_pairs] / (2 * math.pi)).tolist()
+        if isinstance(method, Cope):
+            return replace(method, clip=min(2, len(cycles)), hard=len(cycles) < 2)
         if not isinstance(method, (RampedMethod, MrRoPE)) or len(cycles) < 2:
             return method
         fast, slow = (math.sqrt(one * other) for one, other in (cycles[:2], cycles[-2:]))

@@ -351,10 +351,11 @@ def _frequency_difference(expected: _LayerRope, actual: _LayerRope) -> str | Non
     a, b = expected.inv_freq, actual.inv_freq
     if _alike(a, b):
         return None
-    unscaled = _without_scaling(expected)
+    turning = [bool(x or y) for x, y in zip(a, b, strict=True)]  # a scaling may stop pairs that rotate without it
+    unscaled = _without_scaling(expected, turning)
     if _close(unscaled, b):
         return "The scaling is missing: frequencies are those without any scaling."
-    if _close(unscaled, a) and _close(unscaled, _without_scaling(actual)):
+    if _close(unscaled, a) and _close(unscaled, _without_scaling(actual, turning)):
         return "There is a scaling where none is expected."
     twice = [x * x / plain if plain else 0.0 for x, plain in zip(a, unscaled, strict=True)]
     if _close(twice, b):
@@ -366,8 +367,10 @@ def _frequency_difference(expected: _LayerRope, actual: _LayerRope) -> str | Non
         return f"theta is {theta:,.10g} instead of {expected.theta:,.10g}{lost}."
     if expected.theta != actual.theta:
         return f"theta is {actual.theta:,.10g} instead of {expected.theta:,.10g}."
+    if any(a) and not any(b):
+        return "No pair rotates: every frequency is 0."
     ratios = [x / y for x, y in zip(a, b, strict=True) if y]
-    if ratios and _close([ratios[0]] * len(ratios), ratios):
+    if ratios and ratios[0] and _close([ratios[0]] * len(ratios), ratios):
         return f"Every frequency is divided by {ratios[0]:.6g} more than expected: a linear factor of another size."
     worst = max(range(len(a)), key=lambda pair: _relative_difference(a[pair], b[pair]))
     return (
@@ -376,11 +379,10 @@ def _frequency_difference(expected: _LayerRope, actual: _LayerRope) -> str | Non
     )
 
 
-def _without_scaling(layer: _LayerRope) -> tuple[float, ...]:
-    """Return the frequencies of the base alone, 0 for the pairs that do not rotate."""
-    pairs = len(layer.inv_freq)
-    plain = Rotary(2 * pairs, layer.theta, _FEWEST_TOKENS).inv_freq().tolist()
-    return tuple([value if actual else 0.0 for value, actual in zip(plain, layer.inv_freq, strict=True)])
+def _without_scaling(layer: _LayerRope, turning: Sequence[bool]) -> tuple[float, ...]:
+    """Return the frequencies of the base alone, and 0 for the pairs that `turning` leaves out."""
+    plain = Rotary(2 * len(turning), layer.theta, _FEWEST_TOKENS).inv_freq().tolist()
+    return tuple([value if turns else 0.0 for value, turns in zip(plain, turning, strict=True)])
 
 
 def _other_theta(a: Sequence[float], b: Sequence[float], theta: float) -> float | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.models.config_keys import GEOMETRY_KEYS, Config
+from rope_ext_hf.models.config_keys import GEOMETRY_KEYS, Config, rotated_dims
 from rope_ext_hf.tools.engines import formulas
 from rope_ext_hf.tools.engines.base import Engine, list_engines
 from rope_ext_hf.tools.engines.keys import Computed, RopeKeys
@@ -79,8 +79,9 @@ class ConfigEngine(Engine):
         The first one from which the engine computes the right numbers is taken.
         """
         yield Encoding("native", target.settings)
-        if all(target.inv_freq):  # Gemma 4 has frequencies of 0, for pairs that do not rotate; no list divides to zero
-            yield Encoding("longrope with equal lists", self.equal_lists(target))
+        lists = self.equal_lists(target)
+        if rotated_dims(target.config, lists) == 2 * len(target.inv_freq):  # not so in Gemma 4
+            yield Encoding("longrope with equal lists", lists)
 
     def equal_lists(self, target: Target) -> dict[str, Any]:
         """Return rope settings of the type longrope that give the target's frequencies and magnitude.

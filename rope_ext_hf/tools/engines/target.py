@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rope_ext_hf.bounds import NO_ROTATION
 from rope_ext_hf.models.config_keys import Config
 
 
@@ -46,9 +47,15 @@ class Target:
 
     @functools.cached_property
     def divisors(self) -> list[float]:
-        """The unscaled frequency of each rotated pair, theta^(-2i/d), divided by its frequency under the method."""
+        """The unscaled frequency of each rotated pair, theta^(-2i/d), divided by its frequency under the method.
+
+        A frequency of 0 has the divisor `NO_ROTATION`.
+        """
         dim = 2 * len(self.inv_freq)
-        return [float(self.theta) ** (-2 * i / dim) / value for i, value in enumerate(self.inv_freq)]
+        return [
+            min(float(self.theta) ** (-2 * i / dim) / value, NO_ROTATION) if value else NO_ROTATION
+            for i, value in enumerate(self.inv_freq)
+        ]
 
     def placed(self, keys: dict[str, Any]) -> dict[str, Any]:
         """Return keys of the text config as the model's config nests them.

@@ -13,13 +13,14 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rope_ext_hf.bounds import NO_ROTATION
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError, short
 from rope_ext_hf.files.model_files import ModelFile, loaded_from
 from rope_ext_hf.files.whole import foreign_errors, resolve_inside
@@ -310,8 +311,14 @@ def _from_divisors(rope: FileRope, length: Any) -> dict[str, Any]:
 
 
 def _frequencies(theta: float, dim: int, divisors: tuple[float, ...]) -> list[float]:
-    """Return theta^(-2i/dim) over the divisor of each pair i."""
-    return [theta ** (-2 * pair / dim) / divisor for pair, divisor in enumerate(divisors)]
+    """Return theta^(-2i/dim) over the divisor of each pair i, and 0 for a pair that the divisor stops."""
+    return [
+        theta ** (-2 * pair / dim) / divisor if divisor < NO_ROTATION else 0.0 for pair, divisor in enumerate(divisors)
+    ]
+
+
+def _without_zeros(inv_freq: Iterable[float]) -> list[float]:
+    return [value for value in inv_freq if value]
 
 
 def _close(values: list[float], others: list[float]) -> bool:
@@ -336,12 +343,11 @@ def check_rotation(rotation: Fingerprint, rope: FileRope, file: Path) -> None:
         divisors = next(iter(rope.tensors.values()), divisors)
         divisors = tuple(divisor * (1.0 if kind == "none" else factor) for divisor in divisors)
     for layer in rotation.layers.values():
-        inv_freq = [*layer.inv_freq]
-        rotated = [value for value in inv_freq if value]  # the rest of a head may be kept as pairs that do not rotate
+        rotated = _without_zeros(layer.inv_freq)  # the rest of a head may be kept as pairs that do not rotate
         if kind in ("yarn", "longrope"):
             same = len(rotated) == rope.dim // 2 and _close([layer.theta], [theta])
         else:
-            same = _close(rotated, _frequencies(theta, rope.dim, divisors))
+            same = _close(rotated, _without_zeros(_frequencies(theta, rope.dim, divisors)))
         if same:
             return
     layers = [f"theta {layer.theta:g}, {2 * len(layer.inv_freq)} dims" for layer in rotation.layers.values()]

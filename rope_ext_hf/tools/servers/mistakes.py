@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rope_ext_hf.bounds import NO_ROTATION
 from rope_ext_hf.checkpoints.rows.loaded_rows import reordered
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
@@ -56,7 +57,8 @@ def configurations(model: Any, unpatched: Rotary) -> dict[str, Configuration]:
             if patches and unpatched.own is None and name == "no scaling at all":
                 continue  # the same as the model without the patch
             plain = rotary.theta_inv_freq()
-            divisors = torch.where(plain > 0, plain / inv_freq, 1.0)  # some families leave pairs unrotated
+            divisors = (plain / inv_freq).clamp(max=NO_ROTATION)
+            divisors = torch.where(plain > 0, divisors, 1.0)  # some families leave pairs unrotated
             changed: dict[str, Any] = {"factors": tuple(divisors.tolist()), "attention_factor": factor}
             by_name[f"with {name}"] = partial(patched, model, "factors", over="original", **changed)
     pairing = describe(model).pairing
@@ -143,10 +145,7 @@ def different_frequencies(method: RopeMethod, rotary: Rotary, length: int) -> It
     `length` is the length in tokens at which a length-dependent method is computed.
     """
     earlier = [] if method.depends_on_length(rotary) else [method.frequencies(rotary, length)]
-    rotated = rotary.theta_inv_freq() > 0
     for name, (inv_freq, factor) in _mistakes(method, rotary, length):
-        if not torch.equal(inv_freq > 0, rotated):
-            continue
         known = any(
             torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and abs(factor - other_factor) < 1e-6
             for other, other_factor in earlier
@@ -163,7 +162,8 @@ def _mistakes(method: RopeMethod, rotary: Rotary, length: int) -> Iterator[tuple
     yield "no scaling at all", (plain, 1.0)
     yield "no attention factor", (inv_freq, 1.0)
     yield "the attention factor applied twice", (inv_freq, factor * factor)
-    yield "the scaling applied twice", (inv_freq * inv_freq / plain, factor)
+    twice = torch.where(plain > 0, inv_freq * inv_freq / plain, 0.0)  # some families leave pairs unrotated
+    yield "the scaling applied twice", (twice, factor)
     yield "the frequencies of long inputs for all", (inv_freq, factor)
     yield "the frequencies of short inputs for all", method.frequencies(rotary, 1)
     yield "frequencies rounded to bfloat16", (inv_freq.to(torch.bfloat16).double(), factor)

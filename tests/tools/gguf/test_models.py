@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from rope_ext_hf.errors import CheckpointError, FileError
 from rope_ext_hf.files.model_folders import model_folder
 from rope_ext_hf.hub import load_empty, load_model, load_tokenizer
 from rope_ext_hf.runs.folder.model_digest import model_digest
+from rope_ext_hf.tools.engines.base import find_engine
 from rope_ext_hf.tools.gguf.headers import read_file_rope
 from rope_ext_hf.tools.gguf.models import check_rotation
+from rope_ext_hf.tools.serving.configs import make_target, open_model
 from tests.support.models import logits, tokens
 from tests.tools.support.gguf_models import LENGTH, THETA, write_llama
 
@@ -183,6 +186,21 @@ def test_the_rope_of_a_file_is_the_one_that_it_states(file: Path) -> None:
     scaled = LlamaForCausalLM(plain.config).eval()
     scaled.load_state_dict(plain.state_dict())
     torch.testing.assert_close(logits(rope.from_pretrained(file), ids), logits(scaled, ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("method", "params"), [("cope", {}), ("cope", {"hard": True}), ("nope", {"recalibrated": 1})])
+def test_pairs_that_a_file_stops_are_read_as_stopped(method: str, params: dict[str, Any], file: Path) -> None:
+    model = write_llama(file)
+    target = make_target(open_model(model), method, **params)
+    (divisors,) = find_engine("gguf").config_for(target).gguf_tensors.values()
+    rope.patch(model, method, **params)
+    write_llama(file, tensors={"rope_freqs.weight": list(divisors)})
+    loaded, ids = rope.from_pretrained(file), tokens(90) % 250
+    wavelengths = [math.inf if math.isinf(each) else pytest.approx(each) for each in rope.describe(model).wavelengths]
+    assert math.inf in wavelengths
+    assert list(rope.describe(loaded).wavelengths) == wavelengths
+    model.load_state_dict(rope.unpatch(loaded).state_dict())
+    torch.testing.assert_close(logits(rope.from_pretrained(file), ids), logits(model, ids), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,8 @@ def _ratio(own: FileRope, target: Target) -> float | None:
         before = file_computes(unscaled, target.length)
     except ServingError:
         return None
+    if not all(target.inv_freq):  # some pairs do not rotate at all
+        return None
     ratios = [a / b for a, b in zip(before.inv_freq, target.inv_freq, strict=True)]
     return ratios[0] if max(ratios) - min(ratios) < 1e-9 * max(ratios) and ratios[0] > 1 else None
 
