@@ -2,6 +2,7 @@
 
     python -m checks.coverage [--only llama,qwen3] [--again]
     python -m checks.coverage --new     # in some minutes, what the classes of a new release lack
+    python -m checks.coverage --methods cope,nope    # adds these methods to the record, and measures nothing else
 
 Every method is patched into every class, and `rope-ext extend` must announce what `patch` then takes or refuses. A
 class that has `generate` runs two turns of a chat through one cache, with text and with images. Each class gets a
@@ -22,8 +23,9 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,9 @@ def length_dependent(model: Any, entry: Entry) -> str:
 @torch.no_grad()
 def _decode(model: Any, entry: Entry) -> Tensor | None:
     """The last outputs of a long input read onto a cache; None for a model without a cache."""
+    for module in model.modules():
+        if getattr(module, "rope_deltas", None) is not None:
+            module.rope_deltas = None  # what a class of several axes remembers of the rows of its last chat
     given = inputs(entry, LONG)
     if set(given) != {"input_ids"} or not getattr(model.config.get_text_config(), "use_cache", False):
         return None
@@ -367,8 +372,8 @@ def conversion(model: Any, entry: Entry) -> str:
     return ""
 
 
-def each_method(model: Any, entry: Entry) -> dict[str, str]:
-    """For every method the reason for which `patch` refuses it; "" where it is accepted, and computes what it should.
+def each_method(model: Any, entry: Entry, names: Sequence[str] | None = None) -> dict[str, str]:
+    """Return, for each method or each of `names`, why `patch` refuses it; empty if it computes what it should.
 
     Refused or not, it must be what is announced without the weights. A long input must give the same logits in one
     forward and by decoding onto a cache, under the frequencies of its whole length; and so must a chat of two turns.
@@ -380,6 +385,8 @@ def each_method(model: Any, entry: Entry) -> dict[str, str]:
         rotary, opened = ModelRope.of_model(model).rotary, _opened(model)
     said: dict[str, str] = {}
     for name, method_class in rope.list_methods().items():
+        if names is not None and name not in names:
+            continue
         method = example_method(method_class, rotary or Rotary(dim=16, theta=1e4, trained_length=64))
         announced = None if opened is None else _announced(opened, method)
         try:
@@ -469,16 +476,53 @@ def measure(entry: Entry) -> dict[str, Any]:
     return row | {"seconds": round(time.perf_counter() - started, 2)}
 
 
-def _work(entry: Entry, connection: Any) -> None:
+def measure_methods(entry: Entry, names: Sequence[str]) -> dict[str, Any]:
+    """The part of a row that says how a class takes the methods of these names."""
+    warnings.simplefilter("ignore")
+    part = data()["measured_as"].get(entry.model_type)
+    measured_entry = entry if part is None else next(each for each in entries() if each.model_type == part)
+    row: dict[str, Any] = {"model_type": entry.model_type, "class": entry.name}
+    try:
+        row["methods"] = each_method(build(measured_entry), measured_entry, names)
+    except Exception as error:  # of any kind: that is what is measured
+        row["error"] = f"{type(error).__name__}: {one_line(error, 600)}"
+    return row
+
+
+def add_methods(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Add the methods of these names to the rows of the record that lack them, and return the rows with a defect."""
+    unknown = [name for name in names if name not in rope.list_methods()]
+    if unknown:
+        raise SystemExit(f"no such method: {', '.join(unknown)}")
+    record = json.loads(RESULT.read_text(encoding="utf-8"))
+    if record["versions"] != _versions():
+        raise SystemExit(f"the record was made with {record['versions']}; measure everything anew")
+    by_class = {(entry.model_type, entry.name): entry for entry in entries()}
+    wrong = []
+    for row in record["rows"]:
+        if not row["methods"] or row["methods"].keys() >= set(names):
+            continue
+        added = measure_apart(by_class[row["model_type"], row["class"]], partial(measure_methods, names=names))
+        print(f"{row['model_type']:28} {added.get('error') or added['methods']}", flush=True)
+        if "error" in added:
+            wrong.append(added)
+            continue
+        said = row["methods"] | {name: reason and _in_few_words(reason) for name, reason in added["methods"].items()}
+        row["methods"] = {name: said[name] for name in rope.list_methods() if name in said}
+    _write_record(record["rows"])
+    return wrong
+
+
+def _work(entry: Entry, what: Callable[[Entry], dict[str, Any]], connection: Any) -> None:
     torch.set_num_threads(1)
-    connection.send(measure(entry))
+    connection.send(what(entry))
 
 
-def measure_apart(entry: Entry) -> dict[str, Any]:
-    """`measure` in a process of its own, ended at the time limit."""
+def measure_apart(entry: Entry, what: Callable[[Entry], dict[str, Any]] = measure) -> dict[str, Any]:
+    """`measure`, or another function of an entry, in a process of its own, ended at the time limit."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(entry, theirs))
+    process = context.Process(target=_work, args=(entry, what, theirs))
     process.start()
     theirs.close()
     row = None
@@ -503,10 +547,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="TYPES", help="these model types alone, and nothing is written")
     parser.add_argument("--new", action="store_true", help="classes that are not in the record yet; nothing is written")
+    parser.add_argument("--methods", metavar="NAMES", help="add these methods to the record, and measure nothing else")
     parser.add_argument("--again", action="store_true", help="measure again what is in the log")
     given = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if given.methods:
+        sys.exit(bool(add_methods(given.methods.split(","))))
     only = set(given.only.split(",")) if given.only else None
     if given.new:
         recorded = {(row["model_type"], row["class"]) for row in json.loads(RESULT.read_text("utf-8"))["rows"]}
@@ -531,12 +578,19 @@ def main() -> None:
         rows.append(row)
     wrong = [row for row in rows if "error" in row]
     if only is None and not wrong:
-        versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
-        head = json.dumps({"command": "python -m checks.coverage", "versions": versions, "rows": []}, indent=1)
-        text = ",\n  ".join(json.dumps(_for_the_record(row)) for row in rows)
-        RESULT.write_text(head.replace('"rows": []', f'"rows": [\n  {text}\n ]') + "\n", encoding="utf-8")
+        _write_record([_for_the_record(row) for row in rows])
     print("\n".join(f"{row['model_type']}, {row['class']}: {row['error']}" for row in wrong))
     sys.exit(bool(wrong))
+
+
+def _versions() -> dict[str, str]:
+    return {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
+
+
+def _write_record(rows: Sequence[Mapping[str, Any]]) -> None:
+    head = json.dumps({"command": "python -m checks.coverage", "versions": _versions(), "rows": []}, indent=1)
+    text = ",\n  ".join(json.dumps(row) for row in rows)
+    RESULT.write_text(head.replace('"rows": []', f'"rows": [\n  {text}\n ]') + "\n", encoding="utf-8")
 
 
 def _for_the_record(row: Mapping[str, Any]) -> dict[str, Any]:
