@@ -22,7 +22,8 @@ class FinetuneReport(Report):
     Attributes:
         settings: the arguments of `finetune`, by name.
         context_length: the length that the model was made for, in tokens.
-        target_length: the length that it was trained for, in tokens.
+        target_length: the length that it is extended to, in tokens.
+        row_length: the length of the rows that it was trained on, in tokens.
         losses: the loss, by model ("unpatched", "patched", "trained", and with a control "control" and "control,
             patched") and by length in tokens.
         gains: the amount by which the trained model's loss is lower, with its 95% confidence interval, paired by
@@ -38,6 +39,7 @@ class FinetuneReport(Report):
     settings: dict[str, Any]
     context_length: int
     target_length: int
+    row_length: int
     losses: dict[str, dict[str, float]]
     gains: dict[str, dict[str, Estimate]]
     retrieval: dict[str, Estimate]
@@ -57,7 +59,7 @@ class FinetuneReport(Report):
     def findings(self) -> str:
         """The findings as text: the table of perplexities, the verdicts, retrieval and duration."""
         lengths = list(self.losses["trained"])
-        heads = [f"{int(length):,}{BEYOND if int(length) > self.target_length else ''}" for length in lengths]
+        heads = [f"{int(length):,}{BEYOND if int(length) > self.row_length else ''}" for length in lengths]
         rows = [
             [name, *(perplexity_text(exponential(losses[length])) for length in lengths)]
             for name, losses in self.losses.items()
@@ -68,7 +70,7 @@ class FinetuneReport(Report):
             lines += [wrapped(str(comparison), f"{int(length):>12,}: ") for length, comparison in by_length.items()]
         lines += self._retrieval_lines()
         if any(BEYOND in head for head in heads):
-            lines += ["", f"{BEYOND} longer than the model is trained for, {self.target_length:,} tokens"]
+            lines += ["", f"{BEYOND} longer than the model is trained for, {self.row_length:,} tokens"]
         training = self.training["trained"]
         return "\n".join([*lines, "", f"{training['steps']} steps in {training['seconds'] / 60:.1f} minutes"])
 

@@ -1,4 +1,4 @@
-"""`finetune`: patch a model, train it on a text at the extended length, and measure it before and after.
+"""`finetune`: patch a model, train it on a text, mostly at the extended length, and measure it before and after.
 
     report = finetune("reference", "longer", data="books/*.txt", method="yarn", factor=4, minutes=10)
     print(report)
@@ -10,8 +10,9 @@ transformers where the method does.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -27,9 +28,11 @@ from rope_ext_hf.eval.spans.perplexity_runs import Result, difference
 from rope_ext_hf.files.whole import disk_errors, json_text, with_tilde, write_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
 from rope_ext_hf.installing import install_command
+from rope_ext_hf.methods.base import RopeMethod, TrainingDefaults
+from rope_ext_hf.methods.registry import method_class
 from rope_ext_hf.options.arguments import with_fields_of
 from rope_ext_hf.patches.describing import describe
-from rope_ext_hf.patches.patching import patch
+from rope_ext_hf.patches.patching import patch, patched_method, unpatch
 from rope_ext_hf.reading.scorer import check_numbers
 from rope_ext_hf.reading.text.documents import Tokens, corpus_name
 from rope_ext_hf.reading.text.tokenizing import prefix_tokens
@@ -57,6 +60,35 @@ _MODELS = ("unpatched", "patched", "trained", "control", "control, patched")
 They are the model as loaded, patched, patched and then trained, trained without the patch, and the last one patched
 after its training.
 """
+
+
+def training_defaults(options: Finetuning) -> TrainingDefaults:
+    """Return the defaults of the method that is trained."""
+    (method,) = options.method
+    return (method_class(method) if isinstance(method, str) else type(method)).training
+
+
+def with_defaults(options: Finetuning) -> Finetuning:
+    """Return the options with their method's defaults for the settings that they leave out."""
+    names = [name for name in ("learning_rate", "train_all", "guard") if getattr(options, name) is None]
+    defaults = training_defaults(options)
+    return replace(options, **{name: getattr(defaults, name) for name in names})
+
+
+def patch_to_train(model: Any, options: Finetuning) -> Any:
+    """Patch a model as the options say, and return it, without the method's warning that it is not trained yet."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch(model, **options.arguments_of_patch)
+    method = patched_method(model)
+    untrained = None if method is None else method.warning
+    for each in caught:
+        text = str(each.message)
+        if untrained is not None and text.startswith(untrained):
+            text = text.removeprefix(untrained).removeprefix(". ")
+        if text:
+            warnings.warn(text, each.category, stacklevel=2)
+    return model
 
 
 def _settings(options: Finetuning) -> dict[str, Any]:
@@ -93,7 +125,9 @@ def finetune(
 ) -> FinetuneReport:
     """Patch a model, train it at the extended length, and measure it before and after on text that it did not see.
 
-    A training continues from its last undamaged checkpoint; damaged ones are removed and reported.
+    A training continues from its last undamaged checkpoint; damaged ones are removed and reported. Under `nope`, which
+    drops the rotation, the model is trained at its context length instead, with defaults of its own
+    (`rope_ext_hf.methods.dropping.Nope.training`), and the method that is saved states the tokens of the training.
 
     Args:
         model: a folder, a Hub id, or "reference" for the bundled model.
@@ -111,7 +145,7 @@ def finetune(
         ImportError: PEFT is not installed, which adapters need.
     """
     question_fields, method_parameters = Finetuning.split_kwargs(fields)
-    options = Finetuning(model=str(model), parameters=method_parameters, **question_fields)
+    options = with_defaults(Finetuning(model=str(model), parameters=method_parameters, **question_fields))
     check_packages(options)
     out = Path(out)
     with disk_errors(out):
@@ -140,7 +174,7 @@ def _finetune(
     file.with_inputs(options.command, inputs).write(out)
     run = _FinetuningRun(options, material, out, say, progress, file)
     run.measure("unpatched", base)
-    run.measure("patched", patch(base, **options.arguments_of_patch))
+    run.measure("patched", patch_to_train(base, options))
     del base  # its memory is needed for the next model
     run.train_patched()
     if options.control:
@@ -159,7 +193,8 @@ class TrainingMaterial:
 
     Attributes:
         short: the context length of the model, in tokens.
-        long: the extended length, in tokens.
+        long: the extended length, in tokens; twice the context length where none is stated, to see how far it reads.
+        row: the number of tokens in a row that is trained on.
         tokenizer: the model's tokenizer.
         training: the texts to train on.
         held_out: the texts to measure.
@@ -167,6 +202,7 @@ class TrainingMaterial:
 
     short: int
     long: int
+    row: int
     tokenizer: PreTrainedTokenizerBase
     training: list[Tokens]
     held_out: list[Tokens]
@@ -191,25 +227,29 @@ def training_material(options: Finetuning) -> TrainingMaterial:
         )
     if is_adapter(options.model, revision=options.revision):
         raise MethodError(f"{options.model!r} is an adapter; merge it into its model first, and train that")
-    described = describe(patch(load_empty(options.model, **options.source), **options.arguments_of_patch))
+    described = describe(patch_to_train(load_empty(options.model, **options.source), options))
     short, long = described.context_length, described.extended_length
-    if long is None or long <= short:
+    extended_rows = training_defaults(options).extended_rows
+    if extended_rows and (long is None or long <= short):
         raise MethodError(f"{described.method} states no length to train at; give factor or target_length")
     tokenizer = load_tokenizer(options.model, **options.source)
     training, held_out = split_texts(options, tokenizer)
     tokens = sum(len(document.ids) for document in training)
-    if tokens < long:
+    row = long if extended_rows and long is not None else short
+    needed, long = long or short, long or 2 * short
+    if tokens < row:
         raise CorpusError(
-            f"the text to train on has {tokens:,} tokens, fewer than the {long:,} of one row; give longer text"
+            f"the text to train on has {tokens:,} tokens, fewer than the {row:,} of one row; give longer text"
         )
     longest = max((len(document.ids) for document in held_out), default=0)
-    if longest < long:
+    if longest < needed:
         source = "a tenth of --data that is held out" if options.eval_data is None else "--eval-data"
+        name = "the extended length" if needed > short else "the context length"
         raise CorpusError(
-            f"the text to measure ({source}) has no document of {long:,} tokens, the extended length; the longest has "
+            f"the text to measure ({source}) has no document of {needed:,} tokens, {name}; the longest has "
             f"{longest:,}. Give longer documents with --eval-data"
         )
-    return TrainingMaterial(short, long, tokenizer, training, held_out)
+    return TrainingMaterial(short, long, row, tokenizer, training, held_out)
 
 
 @dataclass
@@ -270,21 +310,37 @@ class _FinetuningRun:
             )
 
     def train_patched(self) -> None:
-        """Train the patched model on long rows, measure it, and save it."""
-        model = patch(_load(self.options), **self.options.arguments_of_patch)
-        model = self._train("trained", model, self.material.long, self.options.batch)
+        """Train the patched model, measure it, and save it."""
+        loaded = _load(self.options)
+        before = patched_method(loaded)
+        model = patch_to_train(loaded, self.options)
+        model = self._train("trained", model, self.material.row, self.options.batch)
+        self._patch_again(model, before)
         self.measure("trained", model)
         save_model(model, self.material.tokenizer, self.folder / "model")
 
+    def _patch_again(self, model: Any, before: RopeMethod | None) -> None:
+        """Put the method into the trained model as it is after the training, if it is another one then.
+
+        `before`: the method of the model as it was loaded; None: it was not patched.
+        """
+        options, method = self.options, patched_method(model)
+        assert method is not None
+        tokens = self.trained["trained"]["steps"] * options.batch * options.accumulate * self.material.row
+        after = method.after_training(tokens, before)
+        if after != method:
+            length = describe(model).extended_length
+            patch(unpatch(model), after.to_dict(), target_length=length, **options.base_arguments)
+
     def train_control(self) -> None:
-        """Train the unpatched model on short rows, with as many tokens as the patched one, for comparison.
+        """Train the unpatched model at its context length, with as many tokens as the patched one, for comparison.
 
         It is measured without the patch and with it.
         """
-        rows_per_long_row = round(self.material.long / self.material.short)
-        model = self._train("control", _load(self.options), self.material.short, self.options.batch * rows_per_long_row)
+        short_rows = round(self.material.row / self.material.short)
+        model = self._train("control", _load(self.options), self.material.short, self.options.batch * short_rows)
         self.measure("control", model)
-        self.measure("control, patched", patch(model, **self.options.arguments_of_patch))
+        self.measure("control, patched", patch_to_train(model, self.options))
 
     def _train(self, name: str, model: Any, length: int, batch: int) -> Any:
         """Train a model on rows of `length` tokens, and return it with its adapters merged into the weights."""
@@ -297,7 +353,7 @@ class _FinetuningRun:
         if options.report_to != "none":
             checks = RopeCallback(
                 data=material.held_out,
-                lengths=sorted({material.short, length}),
+                lengths=sorted({material.short, length} | ({material.long} & set(material.lengths))),
                 every=_LOGGED_EVERY,
                 max_spans=_LOGGED_SPANS,
                 tokenizer=material.tokenizer,
@@ -337,6 +393,7 @@ class _FinetuningRun:
             settings=_settings(self.options),
             context_length=self.material.short,
             target_length=self.material.long,
+            row_length=self.material.row,
             losses={name: {str(result.length): result.loss for result in self.measured[name]} for name in order},
             gains=gains,
             retrieval={name: estimate_share(shares) for name, shares in answered.items()},

@@ -51,17 +51,23 @@ class Finetuning(PatchChoice):
         parse=anything,
         metavar="TEXT",
     )
-    train_all: bool = argument(False, "Train all weights. Default: train adapters, norms and embeddings.")
-    rank: int = argument(16, "Rank of the adapters.", least=1, metavar="N")
-    learning_rate: float = argument(
-        2e-4, "Peak learning rate; with --train-all, large models commonly take 2e-5.", metavar="RATE"
+    train_all: bool | None = argument(
+        None, "Train all weights, not only adapters, norms and embeddings. Default: yes for nope, no for other methods."
     )
-    batch: int = argument(1, "Long rows per pass.", least=1, metavar="N")
+    rank: int = argument(16, "Rank of the adapters.", least=1, metavar="N")
+    learning_rate: float | None = argument(
+        None,
+        "Peak learning rate; with --train-all, large models commonly take 2e-5. Default: 2e-4, and 3e-4 for nope.",
+        metavar="RATE",
+    )
+    batch: int = argument(
+        1, "Rows per pass, as long as the extended length; for nope, as the context length.", least=1, metavar="N"
+    )
     accumulate: int = argument(4, "Passes per step.", least=1, metavar="N")
-    guard: float = argument(
-        1.0,
+    guard: float | None = argument(
+        None,
         "Weight of keeping the unpatched model's predictions on short inputs; 0: do not keep them, and hold no second "
-        "model in memory.",
+        "model in memory. Default: 1, and 0 for nope.",
         least=0,
         metavar="WEIGHT",
     )

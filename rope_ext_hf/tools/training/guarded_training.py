@@ -269,6 +269,8 @@ def train(
     Returns:
         The steps, the seconds, and the losses every ten steps.
     """
+    assert options.learning_rate is not None  # `with_defaults` has filled in both
+    assert options.guard is not None
     budget = Budget(options.minutes, options.steps)
     last, seconds = find_checkpoint(folder, say) or (None, 0.0)
     clock = Clock(budget, seconds, report)

@@ -32,8 +32,8 @@ def finetune(
     """Patch a model, and train it at the extended length.
 
     The model is measured before and after, on text that it was not trained on. On short inputs it is trained to keep
-    the unpatched model's predictions. The same command continues an interrupted run. The trained model is in
-    FOLDER/model.
+    the unpatched model's predictions. Under nope it is trained at its context length, and keeps nothing. The same
+    command continues an interrupted run. The trained model is in FOLDER/model.
 
     Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
     """

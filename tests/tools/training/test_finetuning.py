@@ -25,6 +25,8 @@ from rope_ext_hf.errors import CorpusError, FileError, MethodError, UnsupportedM
 from rope_ext_hf.eval.spans.perplexity_measurement import DocumentLoss
 from rope_ext_hf.eval.spans.perplexity_runs import PerplexityRuns, Result
 from rope_ext_hf.files.whole import json_text
+from rope_ext_hf.methods.base import TrainingDefaults
+from rope_ext_hf.methods.dropping import Nope
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reading.text.documents import Document
 from rope_ext_hf.reading.text.tokenizing import tokenize
@@ -37,8 +39,9 @@ from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.serving.model_card import CARD_COLUMNS
 from rope_ext_hf.tools.training import finetune
 from rope_ext_hf.tools.training.finetune_report import FinetuneReport
-from rope_ext_hf.tools.training.finetuning import TrainingMaterial, _FinetuningRun
+from rope_ext_hf.tools.training.finetuning import TrainingMaterial, _FinetuningRun, with_defaults
 from rope_ext_hf.tools.training.finetuning_options import Finetuning
+from rope_ext_hf.tools.training.forecasts import forecast
 from rope_ext_hf.tools.training.guarded_training import Rows
 from rope_ext_hf.tools.training.run_folder import read_checked, write_checked
 from tests.cli.test_app import run
@@ -90,10 +93,10 @@ def test_training_begins_as_the_tokenizer_begins_a_text(tmp_path: Path, monkeypa
 def test_a_model_without_a_loss_is_not_trained_and_not_written(name: str, tmp_path: Path) -> None:
     model, tokenizer = build("llama", vocab_size=259), AutoTokenizer.from_pretrained(reference())
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
-    question = Finetuning(model="a", data="b", method="yarn", steps=1, max_spans=1)
+    question = with_defaults(Finetuning(model="a", data="b", method="yarn", steps=1, max_spans=1))
     file = RunFile("finetune", "a", {})
     held_out = tokenize([Document("a", "Mice pay in kind. " * 9)], tokenizer)
-    material = TrainingMaterial(32, 64, tokenizer, [], held_out)
+    material = TrainingMaterial(32, 64, 64, tokenizer, [], held_out)
     run = _FinetuningRun(question, material, tmp_path, lambda line: None, None, file)
     why = {"unpatched": "the model gives NaN in place of numbers", "trained": "the training diverged: the loss of the "}
     with pytest.raises(UnsupportedModelError, match=why[name]):
@@ -157,6 +160,66 @@ def check_card(folder: Path, report: FinetuneReport) -> None:
     taken = [run_of for run_of in runs if command("card", folder, run_of)[0] == 0]
     assert len(taken) == 1  # the other models that were measured have other weights, or no patch
     assert {f"{n}": each.loss for each in read_run(taken[0]).results if (n := each.length)} == report.losses["trained"]
+
+
+def test_nope_is_trained_at_the_context_length_and_counts_its_tokens(small: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"data": ONE_MODULE, "steps": 2, "batch": 2, "accumulate": 3, "max_spans": 1}
+    report = finetune(small, tmp_path / "first", method="nope", **fields)
+    assert (report.context_length, report.row_length, report.target_length) == (TRAINED, TRAINED, 2 * TRAINED)
+    assert list(report.losses["trained"]) == ["64", "128", "256"]
+    assert {name: report.settings[name] for name in ("learning_rate", "train_all", "guard")} == {
+        "learning_rate": 3e-4, "train_all": True, "guard": 0.0,
+    }  # fmt: skip
+    assert "longer than the model is trained for, 64 tokens" in unwrapped(report)
+    tokens_read = 2 * 2 * 3 * TRAINED
+    folder = tmp_path / "first" / "model"
+    assert rope.describe(rope.from_pretrained(folder)).params == {"recalibrated": tokens_read}
+    model, ids = AutoModelForCausalLM.from_pretrained(folder).eval(), tokens(LONG)
+    torch.testing.assert_close(logits(model, ids), logits(rope.from_pretrained(folder), ids), atol=1e-5, rtol=0)
+    before = AutoModelForCausalLM.from_pretrained(small).state_dict()
+    assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    # Trained further, by a name or by a method object, it states the tokens of both trainings.
+    again: list[dict[str, Any]] = [
+        {"method": "drope", "target_length": 4 * TRAINED},
+        {"method": Nope(recalibrated=1_000)},
+    ]
+    for number, given in enumerate(again):
+        finetune(folder, tmp_path / f"further {number}", **given, **fields)
+    further = [rope.describe(rope.from_pretrained(tmp_path / f"further {n}" / "model")) for n in range(2)]
+    assert [each.params["recalibrated"] for each in further] == [2 * tokens_read, 1_000 + tokens_read]
+    assert [each.extended_length for each in further] == [4 * TRAINED, None]
+
+
+@pytest.mark.slow
+def test_nope_with_adapters_a_guard_and_a_control(small: Path, tmp_path: Path) -> None:
+    report = finetune(
+        small, tmp_path / "run", data=ONE_MODULE, method="nope", steps=2, max_spans=1, train_all=False, guard=0.5,
+        control=True,
+    )  # fmt: skip
+    assert list(report.losses) == ["unpatched", "patched", "trained", "control", "control, patched"]
+    described = rope.describe(rope.from_pretrained(tmp_path / "run" / "model"))
+    assert described.params == {"recalibrated": 2 * 4 * TRAINED}
+
+
+def test_the_help_states_the_defaults_of_nope() -> None:
+    usual, dropped = TrainingDefaults(), Nope.training
+    assert f"Default: {usual.learning_rate:.0e}, and {dropped.learning_rate:.0e}".replace("e-0", "e-") in (
+        Finetuning.help_of("learning_rate")
+    )
+    assert f"Default: {usual.guard:g}, and {dropped.guard:g} for nope" in Finetuning.help_of("guard")
+    assert (usual.train_all, dropped.train_all) == (False, True)
+    assert "Default: yes for nope, no for other methods" in Finetuning.help_of("train_all")
+
+
+def test_the_forecast_of_nope_says_what_it_costs_in_tokens(small: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"data": ONE_MODULE, "steps": 5, "batch": 2, "accumulate": 3, "max_spans": 1}
+    text = unwrapped(forecast(Finetuning(model=str(small), method="nope", **fields), tmp_path))
+    assert f"train all weights for 5 steps, 6 rows of {TRAINED} tokens a step" in text
+    assert f"({5 * 6 * TRAINED:,} tokens in all; its authors train Llama 2 7B on 10.5 billion tokens, 0.5% of" in text
+    assert "(the context length, doubled)" in text
+    usual = unwrapped(forecast(Finetuning(model=str(small), method="yarn", factor=4, **fields), tmp_path))
+    assert "authors" not in usual
 
 
 @pytest.mark.slow
@@ -387,7 +450,7 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
         Finetuning(model="a", data="b", method="yarn", steps=1),
         AutoTokenizer.from_pretrained(reference()),
     )
-    material = TrainingMaterial(64, 256, tokenizer, [], [])
+    material = TrainingMaterial(64, 256, 256, tokenizer, [], [])
     run = _FinetuningRun(question, material, Path("c"), print, None, RunFile("finetune", "a", {}))
     measured = {"unpatched": before, "patched": before, "trained": after}
     run.measured = {name: [losses_of(64, nats)] for name, nats in measured.items()}
@@ -399,7 +462,7 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
     assert f" 64: {comparison}" in unwrapped(report)
     assert report.retrieval == {}
     assert "\N{DAGGER}" not in str(report)
-    assert str(replace(report, target_length=32)).count("\N{DAGGER}") == 2  # the column, and what the mark means
+    assert str(replace(report, row_length=32)).count("\N{DAGGER}") == 2  # the column, and what the mark means
     json.loads(json_text(report.to_dict()))
 
     run.answered = {"patched": [0.0] * 12, "trained": [1.0] * 12}

@@ -13,6 +13,7 @@ from transformers import TrainerState, TrainingArguments
 import rope_ext_hf as rope
 from rope_ext_hf.reading.text.documents import Document
 from rope_ext_hf.reading.text.tokenizing import prefix_tokens, tokenize
+from rope_ext_hf.tools.training.finetuning import with_defaults
 from rope_ext_hf.tools.training.finetuning_options import Finetuning
 from rope_ext_hf.tools.training.guarded_training import Budget, Clock, Rows, find_checkpoint, train
 from tests.support.byte_tokenizers import SPECIAL, TEMPLATES, byte_tokenizer
@@ -23,7 +24,7 @@ DOCUMENTS = [torch.arange(10, 60), torch.arange(60, 95)]
 
 def question(**fields: Any) -> Finetuning:
     own: dict[str, Any] = {"model": "m", "method": "linear", "factor": 4, "data": "texts", "learning_rate": 1e-3}
-    return Finetuning(**own | {"accumulate": 1} | fields)
+    return with_defaults(Finetuning(**own | {"accumulate": 1} | fields))
 
 
 class Repeated(Rows):
