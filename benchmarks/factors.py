@@ -43,6 +43,7 @@ SCALES = (1, 2, 4, 8, 16, 32)
 """Lengths, in context lengths."""
 BY_FACTOR = ("linear", "ntk", "by-parts", "yarn", "llama3", "mrrope")
 FITTED = (
+    "cope",
     "dynamic-ntk",
     "dynamic-yarn",
     "rerope",
@@ -55,7 +56,7 @@ FITTED = (
     "alibi",
     "kerple",
 )
-"""Methods that follow the input, or the longest length."""
+"""Methods that need no length, follow the input, or are fitted to the longest length."""
 
 
 def main() -> None:

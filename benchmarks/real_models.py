@@ -41,11 +41,11 @@ TARGETS = 8
 """One token of so many is scored: the last eighth of the context length."""
 MULTIPLES = (1.0, 1.5, 2.0, 4.0)
 METHODS = (
-    *("unpatched", "yarn", "dca", "self-extend", "dynamic-ntk", "dynamic-self-extend"),
+    *("unpatched", "yarn", "dca", "cope", "self-extend", "dynamic-ntk", "dynamic-self-extend"),
     *("ntk", "rerope", "mrrope", "dynamic-yarn", "linear"),
 )
 """In the order in which they are measured: the most telling ones first."""
-ANSWERS = ("unpatched", "yarn", "dca", "self-extend")
+ANSWERS = ("unpatched", "yarn", "dca", "self-extend", "cope")
 ANSWER_MULTIPLES = (0.5, 1.0, 1.5, 2.0)
 
 

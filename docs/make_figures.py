@@ -24,6 +24,7 @@ from docs.figures import (  # noqa: F401, each registers its figures
     conformance,
     correctness,
     cost,
+    dropped,
     engine_runs,
     gpu,
     interface,

@@ -240,7 +240,7 @@ def real_model_choice() -> str:
         listed = []
         for method in ("dca", "dynamic-self-extend", "self-extend", "rerope", "unpatched"):
             if change := rise(entry, method, multiple, multiple * context_length):
-                listed.append(f"{method if method == 'unpatched' else f'`{method}`'} {_short_ratio(change)}")
+                listed.append(f"{method if method == 'unpatched' else f'`{method}`'} {short_ratio(change)}")
         parts.append(f"{', '.join(listed)} at {multiple * context_length:,} tokens")
     return (
         f"Perplexity of {entry['model']} on {texts} novels, divided by that of the unpatched model with only "
@@ -257,10 +257,10 @@ def _at_twice_and_four_times(method: str) -> str:
     """Return the perplexities at these lengths, with a method set for each, over that of short inputs."""
     entry = _read_furthest()
     changes = [rise(entry, method, multiple, multiple * entry["context_length"]) for multiple in (2, 4)]
-    return " and ".join(map(_short_ratio, changes))
+    return " and ".join(map(short_ratio, changes))
 
 
-def _short_ratio(change: Estimate) -> str:
+def short_ratio(change: Estimate) -> str:
     ratio = math.exp(change.value)
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
 

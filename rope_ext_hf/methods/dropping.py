@@ -35,7 +35,7 @@ class Nope(RopeMethod):
         train_all=True,
         guard=0.0,
         extended_rows=False,
-        published="its authors train Llama 2 7B on 10.5 billion tokens, 0.5% of its pretraining",
+        published="the authors of DroPE train Llama 2 7B on 10.5 billion tokens, 0.5% of its pretraining",
     )
 
     changes_frequencies = False

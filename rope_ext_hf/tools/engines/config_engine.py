@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -80,7 +81,7 @@ class ConfigEngine(Engine):
         """
         yield Encoding("native", target.settings)
         lists = self.equal_lists(target)
-        if rotated_dims(target.config, lists) == 2 * len(target.inv_freq):  # not so in Gemma 4
+        if all(target.inv_freq) or _has_each_pair(target, lists):
             yield Encoding("longrope with equal lists", lists)
 
     def equal_lists(self, target: Target) -> dict[str, Any]:
@@ -152,6 +153,13 @@ class ConfigEngine(Engine):
         if reason is None or not computed.notes:
             return reason
         return f"{reason} ({' '.join(computed.notes).rstrip('.')})"
+
+
+def _has_each_pair(target: Target, lists: Config) -> bool:
+    """Return whether an engine rotates all pairs of the target under such settings; in Gemma 4 it would rotate fewer."""
+    with suppress(ServingError):  # a config that states no size of its heads
+        return rotated_dims(target.config, lists) == 2 * len(target.inv_freq)
+    return False
 
 
 def other_engines() -> list[Engine]:

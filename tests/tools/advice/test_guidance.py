@@ -14,7 +14,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from docs.figures.gpu import losses
-from docs.figures.real_models import entries
+from docs.figures.real_models import entries, merged_entries
 from docs.figures.registry import read_result
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Rotary
@@ -223,12 +223,54 @@ BASES: dict[str, tuple[str, Callable[[], bool]]] = {
             and not rises_at("temperature", 4)
         ),
     ),
+    "nope": (
+        "the model can be trained on billions of tokens, and no extended length is known",
+        lambda: (
+            reads_alike_at_every_length("nope") and "10.5 billion tokens" in list_methods()["nope"].training.published
+        ),
+    ),
+    "cope": (
+        "the model will be trained with it; without training it read worse than yarn on every model measured here",
+        lambda: read_worse_than_yarn("cope"),
+    ),
     "learnable": (
         "the frequencies themselves are to be trained",
         lambda: any(p.requires_grad for p in rope.RotaryEmbedding("learnable", ROTARY).parameters()),
     ),
 }
 """By method: when to use it, as it is written there, and what that follows from."""
+
+
+def reads_alike_at_every_length(name: str) -> bool:
+    """Whether the bundled model, trained under a method, loses less than half a bit at 16 times its context length.
+
+    The unpatched model loses several bits.
+    """
+    lines = map(json.loads, (ROOT / "benchmarks" / "results.jsonl").read_text(encoding="utf-8").splitlines())
+    lost = {
+        (line["method"], line["minutes"]): line["losses"]["4096"] - line["losses"]["256"]
+        for line in lines
+        if line["benchmark"] == "recalibration"
+    }
+    trained = [rise for (method, minutes), rise in lost.items() if method == name and minutes]
+    return lost["default", 0] > 2 and bool(trained) and max(trained) < 0.5
+
+
+def read_worse_than_yarn(name: str) -> bool:
+    """Whether a method reads beyond the context length significantly worse than yarn on every real model with both."""
+    worse = []
+    for entry in merged_entries():
+        for multiple in (1.5, 2, 4):
+            length = str(int(multiple * entry["context_length"]))
+            losses: dict[str, dict[str, float]] = {}
+            for row in entry["texts"]:
+                if row["multiple"] == multiple and length in row["loss"]:
+                    losses.setdefault(row["method"], {})[row["text"]] = row["loss"][length]
+            both = losses.get(name, {}).keys() & losses.get("yarn", {}).keys()
+            if len(both) > 2:
+                low = estimate([losses[name][text] - losses["yarn"][text] for text in both], [1.0] * len(both)).low
+                worse.append(low is not None and low > 0)
+    return len(worse) > 1 and all(worse)
 
 
 LENGTH_KEY = "max_position_embeddings"

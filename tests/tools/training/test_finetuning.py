@@ -216,7 +216,10 @@ def test_the_forecast_of_nope_says_what_it_costs_in_tokens(small: Path, tmp_path
     fields: dict[str, Any] = {"data": ONE_MODULE, "steps": 5, "batch": 2, "accumulate": 3, "max_spans": 1}
     text = unwrapped(forecast(Finetuning(model=str(small), method="nope", **fields), tmp_path))
     assert f"train all weights for 5 steps, 6 rows of {TRAINED} tokens a step" in text
-    assert f"({5 * 6 * TRAINED:,} tokens in all; its authors train Llama 2 7B on 10.5 billion tokens, 0.5% of" in text
+    assert (
+        f"({5 * 6 * TRAINED:,} tokens in all; the authors of DroPE train Llama 2 7B on 10.5 billion tokens, 0.5% of"
+        in text
+    )
     assert "(the context length, doubled)" in text
     usual = unwrapped(forecast(Finetuning(model=str(small), method="yarn", factor=4, **fields), tmp_path))
     assert "authors" not in usual
