@@ -156,7 +156,7 @@ class ConfigEngine(Engine):
 
 
 def _has_each_pair(target: Target, lists: Config) -> bool:
-    """Return whether an engine rotates all pairs of the target under such settings; in Gemma 4 it would rotate fewer."""
+    """Return whether an engine rotates as many pairs under these settings as the target has; not so in Gemma 4."""
     with suppress(ServingError):  # a config that states no size of its heads
         return rotated_dims(target.config, lists) == 2 * len(target.inv_freq)
     return False
