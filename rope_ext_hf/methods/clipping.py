@@ -23,7 +23,7 @@ from rope_ext_hf.methods.registry import register_method
 @register_method("cope", aliases=["clipped-rope"])
 @dataclass(frozen=True, kw_only=True)
 class Cope(RopeMethod):
-    """CoPE, clipped RoPE (Li et al. 2026, arXiv 2602.05258, sec. 4): the slowest pairs fade out, the others stay.
+    """CoPE, clipped RoPE (Li et al. 2026, arXiv 2602.05258): the slowest pairs fade out, the others stay.
 
     Of the pairs that rotate, the last c get the frequency w_i (1 + cos(pi k / (c - 1))) / 2 with k = 0 ... c - 1: the
     first of them keeps its frequency, and the last does not rotate any more. Nothing depends on a factor.

@@ -20,7 +20,7 @@ from rope_ext_hf.methods.registry import register_method
 @register_method("nope", aliases=["drope"])
 @dataclass(frozen=True, kw_only=True)
 class Nope(RopeMethod):
-    """DroPE (Gelberg et al. 2025, arXiv 2512.12167, sec. 4): all frequencies are 0, so that cos is 1 and sin is 0.
+    """DroPE (Gelberg et al. 2025, arXiv 2512.12167): all frequencies are 0, so that cos is 1 and sin is 0.
 
     Without a rotation, a model tells positions apart by its causal mask alone. A pretrained model must be trained for
     that, at its context length ("recalibrated", `rope-ext finetune --method nope`), and predicts nonsense before. No
