@@ -62,6 +62,11 @@ finetuning.py --method rerope --steps 100 --folder {bench}/finetuning-rerope
 finetuning.py --method self-extend --steps 100 --folder {bench}/finetuning-self-extend
 finetuning.py --method yarn --steps 100 --folder {bench}/finetuning-yarn --against {bench}/finetuning-rerope
     {bench}/finetuning-self-extend
+recalibration.py --method default --minutes 0
+recalibration.py --method yarn --minutes 0
+recalibration.py --method yarn --minutes 2 --folder {bench}/recalibration
+recalibration.py --method nope --minutes 2 --folder {bench}/recalibration
+recalibration.py --method nope --minutes 10 --folder {bench}/recalibration
 encoders.py
 dynamic.py
 dynamic.py --text

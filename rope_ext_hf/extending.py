@@ -40,6 +40,7 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.checkpoints.rows.loaded_rows:reordered": "run a model with its rotated rows in the other pairing",
     # methods and parts of models
     "rope_ext_hf.methods.registry": "make a method of its name and parameters",
+    "rope_ext_hf.methods.base:TrainingDefaults": "the settings with which a model is trained under a method",
     "rope_ext_hf.methods.static:Default": "the method that leaves the frequencies as they are",
     "rope_ext_hf.methods.remapping": "base classes of methods that change relative positions or add to scores",
     "rope_ext_hf.rotary.embedding": "a rotary module, and the layouts in which cos and sin are arranged",
@@ -85,7 +86,6 @@ OPEN: dict[str, str] = {
     "rope_ext_hf.runs.conclusions.statistics": "means and shares with 95% confidence intervals",
     "rope_ext_hf.runs.conclusions.verdicts": "judge a change by its interval, and put it into words",
     "rope_ext_hf.runs.tables": "tables of results by context length",
-    "rope_ext_hf.runs.chosen_methods:apply_choice": "patch a model with the method that a user chose",
     "rope_ext_hf.runs.folder.folder": "lock and read the folder of a run, and compare its settings",
     "rope_ext_hf.runs.folder.journal": "read the values that a run has recorded",
     "rope_ext_hf.runs.folder.run_file": "write run.yaml, by which a run can be repeated",

@@ -113,11 +113,9 @@ class Rotary:
         return self.trained_length if self.own is None else self.own.context_length
 
     @property
-    def rotates(self) -> bool:
-        """True if any pair rotates; under `nope` none does."""
-        if self.own is not None:
-            return any(w > 0 for w in self.own_frequencies)
-        return self.rotated_pairs is None or self.rotated_pairs > 0
+    def rotation_dropped(self) -> bool:
+        """True if the scaling of the model stops every pair, as `nope` does."""
+        return self.own is not None and self.rotated_pairs != 0 and not any(self.own_frequencies)
 
     @property
     def length_dependent(self) -> bool:
@@ -498,7 +496,7 @@ class RopeMethod(ABC):
 
     def check_all(self, rotary: Rotary) -> None:
         """Raise MethodError if the method cannot be applied to this rotary embedding."""
-        if self.changes_frequencies and not rotary.rotates:
+        if self.changes_frequencies and rotary.rotation_dropped:
             raise MethodError(
                 f"no pair of this model rotates, so {self.name} has no frequency to change. Its rotation was dropped "
                 "(nope); over='original' extends the model as it was before"

@@ -269,7 +269,7 @@ class AttentionLayers:
             rotary: the rotary embedding that it is applied to; under `nope` no layer rotates. None: it is not known.
         """
         rotating, full = self.rotating
-        if rotary is not None and not rotary.rotates:
+        if rotary is not None and rotary.rotation_dropped:
             rotating = 0
         if isinstance(method, RemappingMethod) and method.scales_queries_only:
             if not rotating:

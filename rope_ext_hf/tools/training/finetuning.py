@@ -32,7 +32,8 @@ from rope_ext_hf.methods.base import RopeMethod, TrainingDefaults
 from rope_ext_hf.methods.registry import method_class
 from rope_ext_hf.options.arguments import with_fields_of
 from rope_ext_hf.patches.describing import describe
-from rope_ext_hf.patches.patching import patch, patched_method, unpatch
+from rope_ext_hf.patches.patching import patch, unpatch
+from rope_ext_hf.patches.slots.patched_slot import active_patches
 from rope_ext_hf.reading.scorer import check_numbers
 from rope_ext_hf.reading.text.documents import Tokens, corpus_name
 from rope_ext_hf.reading.text.tokenizing import prefix_tokens
@@ -80,8 +81,7 @@ def patch_to_train(model: Any, options: Finetuning) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch(model, **options.arguments_of_patch)
-    method = patched_method(model)
-    untrained = None if method is None else method.warning
+    untrained = active_patches(model)[-1].method.warning
     for each in caught:
         text = str(each.message)
         if untrained is not None and text.startswith(untrained):
@@ -312,10 +312,10 @@ class _FinetuningRun:
     def train_patched(self) -> None:
         """Train the patched model, measure it, and save it."""
         loaded = _load(self.options)
-        before = patched_method(loaded)
+        patches = active_patches(loaded)
         model = patch_to_train(loaded, self.options)
         model = self._train("trained", model, self.material.row, self.options.batch)
-        self._patch_again(model, before)
+        self._patch_again(model, patches[-1].method if patches else None)
         self.measure("trained", model)
         save_model(model, self.material.tokenizer, self.folder / "model")
 
@@ -324,8 +324,7 @@ class _FinetuningRun:
 
         `before`: the method of the model as it was loaded; None: it was not patched.
         """
-        options, method = self.options, patched_method(model)
-        assert method is not None
+        options, method = self.options, active_patches(model)[-1].method
         tokens = self.trained["trained"]["steps"] * options.batch * options.accumulate * self.material.row
         after = method.after_training(tokens, before)
         if after != method:
