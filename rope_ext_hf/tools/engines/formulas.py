@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from rope_ext_hf.bounds import NO_ROTATION
 from rope_ext_hf.errors import ServingError
 
 
@@ -32,7 +33,13 @@ def alpha_theta(theta: float, dim: int, alpha: float) -> float:
 
 def divided(theta: float, dim: int, divisors: Sequence[float]) -> list[float]:
     """Return the frequencies of LongRoPE: the frequency of each pair is divided by that pair's own divisor."""
-    return [float(theta) ** (-2 * pair / dim) / divisor for pair, divisor in enumerate(divisors)]
+    return quotients([float(theta) ** (-2 * pair / dim) for pair in range(len(divisors))], divisors)
+
+
+def quotients(inv_freq: Sequence[float], divisors: Sequence[float]) -> list[float]:
+    """Return each frequency over its divisor, and 0 for a divisor that stands for no rotation (`NO_ROTATION`)."""
+    pairs = zip(inv_freq, divisors, strict=True)
+    return [value / divisor if divisor < NO_ROTATION else 0.0 for value, divisor in pairs]
 
 
 def yarn(

@@ -18,7 +18,7 @@ from typing import Any
 from rope_ext_hf.errors import ServingError, short
 from rope_ext_hf.models.config_keys import Config, needed, rope_settings, rotated_dims, text_settings, yarn_magnitude
 from rope_ext_hf.tools.engines.base import NotCheckedError, engine_table
-from rope_ext_hf.tools.engines.formulas import alpha_theta, linear, llama3, longrope_magnitude, plain, yarn
+from rope_ext_hf.tools.engines.formulas import alpha_theta, linear, llama3, longrope_magnitude, plain, quotients, yarn
 from rope_ext_hf.tools.engines.keys import Computed, check_sliding_layers, length_setting, rope_divisors
 from rope_ext_hf.tools.gguf.headers import FileRope
 
@@ -216,8 +216,7 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
     notes: tuple[str, ...] = ()
     if not by_flags:
         notes = _notes_on_unread_keys(file, kind, partial(yarn, theta, file.dim, factor, original))
-    inv_freq = [value / divisor for value, divisor in zip(inv_freq, divisors, strict=True)]
-    return Computed(tuple(inv_freq), magnitude, trained, notes=notes)
+    return Computed(tuple(quotients(inv_freq, divisors)), magnitude, trained, notes=notes)
 
 
 def _divisors(file: FileRope, kind: str, *, long: bool) -> Sequence[float]:

@@ -84,6 +84,8 @@ def plugin_frequencies(settings: Config) -> tuple[tuple[float, ...], float]:
 
 
 _EXACT = 1e-6  # the largest relative difference of frequencies and magnitudes that counts as the same
+STILL = 1e-30
+"""The frequency, in radians per position, up to which a pair does not rotate: float32 has no divisor that gives 0."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ class Computed:
             return f"it rotates {len(self.inv_freq)} pairs, not {len(inv_freq)}"
         worst = 0.0
         for a, b in zip(self.inv_freq, inv_freq, strict=True):
-            worst = max(worst, abs(a - b) / abs(b) if b else abs(a))
+            if max(a, b) > STILL:
+                worst = max(worst, abs(a - b) / b if b > STILL else a)
         if worst > within:
             return f"its frequencies differ by up to {float(f'{100 * worst:.2g}'):g}%"
         if not math.isclose(self.attention_factor, attention_factor, rel_tol=within):

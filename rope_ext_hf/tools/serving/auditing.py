@@ -31,7 +31,7 @@ from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
 from rope_ext_hf.tools.engines.base import Engine, NotCheckedError, list_engines, reference_engine
 from rope_ext_hf.tools.engines.comparison import Expected, engine_difference, expected_numbers
 from rope_ext_hf.tools.engines.gguf_rules import ARCHITECTURES, OF_SLIDING_LAYERS, file_computes
-from rope_ext_hf.tools.engines.keys import Computed, length_setting
+from rope_ext_hf.tools.engines.keys import STILL, Computed, length_setting
 from rope_ext_hf.tools.engines.other_programs import OtherProgram, other_programs
 from rope_ext_hf.tools.engines.programs.vllm import HF_FORMAT, of_mistral_params
 from rope_ext_hf.tools.gguf.headers import read_file_rope
@@ -80,7 +80,7 @@ class _EngineReport:
         """The RoPE numbers that the engine computes, in a clause; empty if there are none."""
         if self.computed is None:
             return ""
-        slowest = min((value for value in self.computed.inv_freq if value), default=0.0)
+        slowest = min((value for value in self.computed.inv_freq if value > STILL), default=0.0)
         wavelength = "none"
         if slowest:
             tokens = float(f"{2 * math.pi / slowest:.5g}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,18 @@ def test_programs_that_stop_lose_nothing_in_silence() -> None:
     assert others["ctranslate2"].stops
     assert "CTranslate2" not in str(report)
     assert "frequencies differ" in others["paddleformers"].differs  # its factor is that of the lengths, which is 1
+
+
+@pytest.mark.parametrize(
+    ("method", "wavelength"), [("cope", r"[\d,.]+ tokens"), ("nope", "none"), ("yarn", r"[\d,.]+ tokens")]
+)
+def test_engines_read_pairs_that_do_not_rotate(method: str, wavelength: str, tmp_path: Path) -> None:
+    params: dict[str, Any] = {"nope": {"recalibrated": 1}, "yarn": {"factor": 4}}.get(method, {})
+    rope.patch(build("llama"), method, **params).save_pretrained(tmp_path)
+    result = serving.audit(tmp_path)
+    verdicts = {report.engine: report.verdict for report in result.engines}
+    assert {verdicts[name] for name in ("vllm", "sglang", "mlx", "exllamav3")} == {"the same"}
+    assert re.search(rf"longest wavelength {wavelength}, magnitude", unwrapped(result))
 
 
 def test_layers_without_rope_are_named() -> None:
