@@ -23,6 +23,7 @@ from tests.support.every_model import tiny
 from tests.support.method_checks import law, some_rotaries
 from tests.support.method_examples import example_method
 from tests.support.models import FAMILIES, THETA, TRAINED, build, logits, tokens
+from tests.support.oracles import faded, slower_than
 
 TEN = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3", "gpt_neox", "glm", "gpt_oss", "deepseek_v3", "olmo3"),
@@ -39,20 +40,6 @@ SCALED: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED},
     "linear": {"rope_type": "linear", "factor": 4.0},
 }
-
-
-def faded(frequencies: list[float], clip: int, *, hard: bool = False) -> list[float]:
-    """The frequencies of the paper's code: the last `clip` times (1 + cos(angle)) / 2, angles evenly from 0 to pi."""
-    kept, last = frequencies[: len(frequencies) - clip], frequencies[len(frequencies) - clip :]
-    if hard:
-        return [*kept, *[0.0] * clip]
-    step = math.pi / (clip - 1)
-    return [*kept, *[w * (1 + math.cos(k * step)) / 2 for k, w in enumerate(last)]]
-
-
-def slower_than(frequencies: list[float], tokens_: int) -> int:
-    """How many pairs do not turn around within so many tokens."""
-    return sum(2 * math.pi / w > tokens_ for w in frequencies)
 
 
 def used(model: Any) -> list[float]:

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rope_ext_hf.models.families import families, family
 from tests.support import every_model
-from tests.support.oracles import mrrope, plain
+from tests.support.oracles import faded, mrrope, plain, slower_than
 from tests.support.tiers import OLDER, needs_family
 
 VOCABULARY = 97
@@ -262,6 +262,18 @@ def static_cases(name: str, factor: float = 4.0) -> dict[str, Case]:
             {"factors": lists["long_factor"], "attention_factor": 1.2},
             longrope | {"attention_factor": 1.2},
         ),
+        "cope": Case(
+            "cope",
+            {},
+            longrope
+            | {"attention_factor": 1.0}
+            | dict.fromkeys(("short_factor", "long_factor"), _cope_divisors(family.rotated)),
+        ),
+        "nope": Case(
+            "nope",
+            {"recalibrated": 1},
+            longrope | {"attention_factor": 1.0} | dict.fromkeys(("short_factor", "long_factor"), [STOPPED] * pairs),
+        ),
     }
     if name.startswith("deepseek"):  # its attention is built for one mscale_all_dim; another cannot be patched in
         del cases["yarn, mscale"]
@@ -273,6 +285,16 @@ def _mrrope_divisors(dim: int, factor: float) -> list[float]:
     divided, original = mrrope(geometry, factor, fast=8.0), plain(geometry)
     assert divided is not None
     return [before / after for before, after in zip(original, divided, strict=True)]
+
+
+STOPPED = 2.0**127  # a divisor that leaves nothing of a frequency in float32
+
+
+def _cope_divisors(dim: int) -> list[float]:
+    """What plain frequencies are divided by under CoPE, and `STOPPED` for the pair that does not rotate."""
+    frequencies = plain(SimpleNamespace(dim=dim, theta=THETA, trained_length=TRAINED))
+    slowed = faded(frequencies, slower_than(frequencies, TRAINED))
+    return [before / after if after else STOPPED for before, after in zip(frequencies, slowed, strict=True)]
 
 
 def _accepted(name: str, form: dict[str, Any]) -> dict[str, Any]:

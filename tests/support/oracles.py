@@ -126,6 +126,20 @@ def mrrope(
     return divided(rotary, divided_by)
 
 
+def faded(frequencies: Sequence[float], clip: int, *, hard: bool = False) -> list[float]:
+    """CoPE, its authors' code: the last `clip` times (1 + cos(angle)) / 2, with angles evenly from 0 to pi."""
+    kept, last = frequencies[: len(frequencies) - clip], frequencies[len(frequencies) - clip :]
+    if hard:
+        return [*kept, *[0.0] * clip]
+    step = math.pi / (clip - 1)
+    return [*kept, *[w * (1 + math.cos(k * step)) / 2 for k, w in enumerate(last)]]
+
+
+def slower_than(frequencies: Sequence[float], tokens: int) -> int:
+    """How many pairs do not turn around within so many tokens."""
+    return sum(2 * math.pi / w > tokens for w in frequencies)
+
+
 def divided(rotary: Geometry, divisors: Sequence[float]) -> list[float]:
     """Each frequency divided by its own number, as in longrope."""
     return [value / divisor for value, divisor in zip(plain(rotary), divisors, strict=True)]

@@ -54,7 +54,7 @@ def test_every_method_is_served_exactly_or_refused_by_name(family: str, over: st
             expected = method.frequencies(embedding.rotary if over == "own" else embedding.plain, target.length)
             assert config.computed is not None
             computed = torch.tensor(config.computed.inv_freq, dtype=torch.float64)
-            torch.testing.assert_close(computed, expected.inv_freq, rtol=1e-6, atol=0)
+            torch.testing.assert_close(computed, expected.inv_freq, rtol=1e-6, atol=1e-30)
             assert math.isclose(config.computed.attention_factor, expected.attention_factor, rel_tol=1e-6)
             json.dumps(config.to_dict())
     assert served >= 7, "at least the model as it is, and most methods by transformers"
