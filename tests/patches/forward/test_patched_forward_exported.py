@@ -70,8 +70,8 @@ def test_a_static_method_is_that_of_the_native_model(which: str, way: Way) -> No
     model = rope.patch(build("llama"), case.method, **case.params)
     native = logits(build("llama", case.form), ids)
     assert difference(run(way(model, ids), ids), native) <= TOLERANCE
-    with NarrowRuntime():
-        assert difference(logits(model, ids), native) > CHANGED
+    with NarrowRuntime():  # in which products overflow; without a rotation there are none
+        assert (difference(logits(model, ids), native) > CHANGED) is (which != "nope")
 
 
 @pytest.mark.slow
