@@ -39,7 +39,7 @@ from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.serving.model_card import CARD_COLUMNS
 from rope_ext_hf.tools.training import finetune
 from rope_ext_hf.tools.training.finetune_report import FinetuneReport
-from rope_ext_hf.tools.training.finetuning import TrainingMaterial, _FinetuningRun, with_defaults
+from rope_ext_hf.tools.training.finetuning import TrainingMaterial, _FinetuningRun, _settings, with_defaults
 from rope_ext_hf.tools.training.finetuning_options import Finetuning
 from rope_ext_hf.tools.training.forecasts import forecast
 from rope_ext_hf.tools.training.guarded_training import Rows
@@ -200,6 +200,13 @@ def test_nope_with_adapters_a_guard_and_a_control(small: Path, tmp_path: Path) -
     assert list(report.losses) == ["unpatched", "patched", "trained", "control", "control, patched"]
     described = rope.describe(rope.from_pretrained(tmp_path / "run" / "model"))
     assert described.params == {"recalibrated": 2 * 4 * TRAINED}
+
+
+def test_a_run_has_the_settings_that_earlier_releases_wrote() -> None:
+    """They stated these defaults themselves, and a run of theirs is continued with equal settings alone."""
+    settings = _settings(with_defaults(Finetuning(model="a", data="b", method="yarn", factor=4, steps=1)))
+    earlier = {"learning_rate": 2e-4, "train_all": False, "guard": 1.0}
+    assert {name: settings[name] for name in earlier} == earlier
 
 
 def test_the_help_states_the_defaults_of_nope() -> None:
