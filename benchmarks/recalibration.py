@@ -37,7 +37,7 @@ STEPS_A_MINUTE = 72
 ROW_BYTES, ROWS = 256, 16
 """Bytes in a row of the context length, and rows in a step."""
 FACTOR = 16
-"""What yarn extends the model by, and the longest reading in context lengths."""
+"""The factor of yarn; every model is read at up to so many context lengths."""
 PROMPTS, PROMPT_BYTES = 60_000, 128
 SPANS, TRIALS, TASK = 48, 12, "key-value"
 

@@ -479,11 +479,12 @@ def measure(entry: Entry) -> dict[str, Any]:
 def measure_methods(entry: Entry, names: Sequence[str]) -> dict[str, Any]:
     """The part of a row that says how a class takes the methods of these names."""
     warnings.simplefilter("ignore")
-    part = data()["measured_as"].get(entry.model_type)
-    measured_entry = entry if part is None else next(each for each in entries() if each.model_type == part)
     row: dict[str, Any] = {"model_type": entry.model_type, "class": entry.name}
+    part = data()["measured_as"].get(entry.model_type)
+    if part is not None:
+        entry = next(each for each in entries() if each.model_type == part)
     try:
-        row["methods"] = each_method(build(measured_entry), measured_entry, names)
+        row["methods"] = each_method(build(entry), entry, names)
     except Exception as error:  # of any kind: that is what is measured
         row["error"] = f"{type(error).__name__}: {one_line(error, 600)}"
     return row

@@ -272,7 +272,7 @@ class RopeMethod(ABC):
     parameters: ClassVar[Mapping[str, Field[Any]]] = {}
     """The fields by name."""
     changes_frequencies: ClassVar[bool] = True
-    """Whether the method needs pairs that rotate."""
+    """True if the method needs pairs that rotate."""
     trainable: ClassVar[str] = ""
     """The parameter, one number for each pair, that is trained in a rotary module; empty: no parameter is trained."""
     training: ClassVar[TrainingDefaults] = TrainingDefaults()

@@ -25,7 +25,7 @@ from tests.support.method_examples import example_method
 from tests.support.models import FAMILIES, THETA, TRAINED, build, logits, tokens
 from tests.support.oracles import faded, slower_than
 
-TEN = (
+NAMES = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3", "gpt_neox", "glm", "gpt_oss", "deepseek_v3", "olmo3"),
     "cohere",
 )
@@ -71,7 +71,7 @@ def test_the_formula_in_float64(rotary: Rotary, share: float) -> None:
         close(frequencies("cope", rotary, hard=True).inv_freq.tolist(), faded(plain, by_period, hard=True))
 
 
-@pytest.mark.parametrize("name", TEN)
+@pytest.mark.parametrize("name", NAMES)
 def test_families_rotate_by_the_formula_and_can_be_unpatched(name: str, tmp_path: Path) -> None:
     model, ids, dim = build(name), tokens(3 * TRAINED), FAMILIES[name].rotated
     before = logits(model, ids)

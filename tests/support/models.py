@@ -291,7 +291,7 @@ STOPPED = 2.0**127  # a divisor that leaves nothing of a frequency in float32
 
 
 def _cope_divisors(dim: int) -> list[float]:
-    """What plain frequencies are divided by under CoPE, and `STOPPED` for the pair that does not rotate."""
+    """The divisor of each plain frequency under CoPE; it is `STOPPED` for the pair that does not rotate."""
     frequencies = plain(SimpleNamespace(dim=dim, theta=THETA, trained_length=TRAINED))
     slowed = faded(frequencies, slower_than(frequencies, TRAINED))
     return [before / after if after else STOPPED for before, after in zip(frequencies, slowed, strict=True)]

@@ -136,7 +136,7 @@ def faded(frequencies: Sequence[float], clip: int, *, hard: bool = False) -> lis
 
 
 def slower_than(frequencies: Sequence[float], tokens: int) -> int:
-    """How many pairs do not turn around within so many tokens."""
+    """The number of pairs that do not turn around within so many tokens."""
     return sum(2 * math.pi / w > tokens for w in frequencies)
 
 

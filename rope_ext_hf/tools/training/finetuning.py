@@ -324,12 +324,11 @@ class _FinetuningRun:
 
         `before`: the method of the model as it was loaded; None: it was not patched.
         """
-        options, method = self.options, active_patches(model)[-1].method
+        options, present = self.options, active_patches(model)[-1]
         tokens = self.trained["trained"]["steps"] * options.batch * options.accumulate * self.material.row
-        after = method.after_training(tokens, before)
-        if after != method:
-            length = describe(model).extended_length
-            patch(unpatch(model), after.to_dict(), target_length=length, **options.base_arguments)
+        after = present.method.after_training(tokens, before)
+        if after != present.method:
+            patch(unpatch(model), after.to_dict(), target_length=present.target_length, **options.base_arguments)
 
     def train_control(self) -> None:
         """Train the unpatched model at its context length, with as many tokens as the patched one, for comparison.

@@ -240,7 +240,7 @@ BASES: dict[str, tuple[str, Callable[[], bool]]] = {
 
 
 def minutes_do_not_suffice(name: str) -> bool:
-    """Whether the bundled model, trained under a method for minutes, reads every length worse than under yarn."""
+    """True if the bundled model, trained under a method for minutes, reads every length worse than under yarn."""
     lines = map(json.loads, (ROOT / "benchmarks" / "results.jsonl").read_text(encoding="utf-8").splitlines())
     trained = {
         (line["method"], line["minutes"]): line["losses"]
@@ -253,7 +253,7 @@ def minutes_do_not_suffice(name: str) -> bool:
 
 
 def read_worse_than_yarn(name: str) -> bool:
-    """Whether a method reads beyond the context length significantly worse than yarn on every real model with both."""
+    """True if each real model with both reads long inputs significantly worse under the method than under yarn."""
     worse = []
     for entry in merged_entries():
         for multiple in (1.5, 2, 4):
