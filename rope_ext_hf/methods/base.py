@@ -273,6 +273,8 @@ class RopeMethod(ABC):
     """The fields by name."""
     changes_frequencies: ClassVar[bool] = True
     """True if the method needs pairs that rotate."""
+    drops_rotation: ClassVar[bool] = False
+    """True if every angle is 0 under the method, so that any layer can have it without the others."""
     trainable: ClassVar[str] = ""
     """The parameter, one number for each pair, that is trained in a rotary module; empty: no parameter is trained."""
     training: ClassVar[TrainingDefaults] = TrainingDefaults()

@@ -27,6 +27,8 @@ class Nope(RopeMethod):
     input is too long for the frequencies afterwards. Where the model has a scaling of its own, its attention factor
     stays.
 
+    `layers` of `rope_ext_hf.patch` chooses layers one by one, also those that share a rotary embedding with others.
+
     `recalibrated`: the number of tokens that the model was trained on without a rotation; 0: it was not.
     """
 
@@ -39,6 +41,7 @@ class Nope(RopeMethod):
     )
 
     changes_frequencies = False
+    drops_rotation = True
 
     recalibrated: int = field(default=0, metadata={"in_label": False})
 
@@ -62,7 +65,7 @@ class Nope(RopeMethod):
             return None
         return (
             "nope drops the rotation that this model was trained with: until it is trained without it, it predicts "
-            "nonsense at every length (rope-ext finetune MODEL --method nope)"
+            "worse, and nonsense if no layer rotates (rope-ext finetune MODEL --method nope)"
         )
 
     @property

@@ -18,6 +18,7 @@ from rope_ext_hf.options.method_choice import folded, unknown_method
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 
 __all__ = [
+    "class_of",
     "frequencies",
     "list_methods",
     "method_class",
@@ -92,6 +93,24 @@ def method_class(name: str) -> type[RopeMethod]:
     return _find(name)[0]
 
 
+def class_of(method: str | RopeMethod | Mapping[str, Any]) -> type[RopeMethod]:
+    """Return the class of a method that a user gives as `resolve_method` takes it.
+
+    Raises:
+        MethodError: no method has the name, or settings name none.
+        TypeError: anything else.
+    """
+    if isinstance(method, RopeMethod):
+        return type(method)
+    if isinstance(method, (str, Mapping)):
+        return method_class(method if isinstance(method, str) else _name_in(method))
+    raise _not_a_method(method)
+
+
+def _not_a_method(given: object) -> TypeError:
+    return TypeError(f"method must be a name, a method object, or a dict with a rope_type, got {type(given).__name__}")
+
+
 def list_methods() -> dict[str, type[RopeMethod]]:
     """Return all method classes by their names; those from other packages come last."""
     _load_plug_ins()
@@ -133,9 +152,7 @@ def resolve_method(
     elif isinstance(method, str):
         resolved = _from_name(method, rotary, factor, parse_length(target_length), params)
     else:
-        raise TypeError(
-            f"method must be a name, a method object, or a dict with a rope_type, got {type(method).__name__}"
-        )
+        raise _not_a_method(method)
     if rotary is not None:
         resolved.check_all(rotary)
     return resolved
@@ -148,10 +165,8 @@ def _from_rope_settings(
 
     Every key is used or refused. Those that describe the model, and not the method, have to agree with the model.
     """
-    parameters = {key: value for key, value in settings.items() if value is not None}
-    names = [parameters.pop(key) for key in ("rope_type", "type", "method") if key in parameters]
-    if not names or any(name != names[0] for name in names):
-        raise MethodError(f"the settings must name one method, as in {{'rope_type': 'yarn'}}; got {dict(settings)}")
+    name = _name_in(settings)
+    parameters = {key: value for key, value in settings.items() if value is not None and key not in _NAME_KEYS}
     twice = sorted(parameters.keys() & set(given_beside))
     if twice:
         raise MethodError(f"{', '.join(twice)} is given in the settings and beside them; give it once")
@@ -161,9 +176,18 @@ def _from_rope_settings(
         if stated != value:
             advice = "give context_length as well" if key == _ORIGINAL else "use the method 'theta' for another base"
             raise MethodError(f"the settings state {key}={stated}, and this model has {value:g}: {advice}")
-    return names[0], parameters
+    return name, parameters
 
 
+def _name_in(settings: Mapping[str, Any]) -> str:
+    """Return the name of the method that rope settings state; raise MethodError if they state none, or several."""
+    names = {settings[key] for key in _NAME_KEYS if settings.get(key) is not None}
+    if len(names) != 1:
+        raise MethodError(f"the settings must name one method, as in {{'rope_type': 'yarn'}}; got {dict(settings)}")
+    return str(names.pop())
+
+
+_NAME_KEYS = ("rope_type", "type", "method")
 _ORIGINAL = "original_max_position_embeddings"
 
 

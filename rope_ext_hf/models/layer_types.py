@@ -6,7 +6,7 @@ layer sees no further however its tokens are rotated, so that a patch leaves it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from rope_ext_hf.models.families import family, rope_keys
 from rope_ext_hf.models.family_settings import values_of
 from rope_ext_hf.models.patch_records import recorded_patches
 
-__all__ = ["SLIDING", "AttentionLayers", "LayerType"]
+__all__ = ["SLIDING", "AttentionLayers", "LayerType", "LayersByEmbedding", "layers_text"]
 
 SLIDING = frozenset({"sliding_attention", "chunked_attention", "window_attention", "hybrid_sliding"})
 """Layer types that never attend past their window, whatever their rotary embedding does."""
@@ -33,7 +33,7 @@ Layers = str | int | Sequence[str | int]
 _LISTED_INDICES = 6
 """How many layers a message names before it says "..."."""
 
-_LayersByEmbedding = Mapping[LayerType, tuple[int, ...]]
+LayersByEmbedding = Mapping[LayerType, tuple[int, ...]]
 """The indices of the layers that use each rotary embedding of a rotary module; the key None: one embedding for all."""
 
 
@@ -86,27 +86,36 @@ class AttentionLayers:
     @cached_property
     def rotating(self) -> tuple[int, int]:
         """The number of full-attention layers that rotate queries and keys, and that of all full-attention layers."""
+        return len(self.rotating_layers), len(self._full)
+
+    @cached_property
+    def _full(self) -> list[int]:
+        """The indices of the full-attention layers."""
+        return [index for index, kind in enumerate(self.types) if kind not in _NOT_FULL]
+
+    @cached_property
+    def rotating_layers(self) -> frozenset[int]:
+        """The indices of the full-attention layers that rotate queries and keys."""
         config = self.config
-        full = [index for index, kind in enumerate(self.types) if kind not in _NOT_FULL]
         if family(config.model_type).sliding_rope_only and any(values_of(config, "sliding_window")):
-            return 0, len(full)
+            return frozenset()
         settings: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
         without_rope = {key for key, value in settings.items() if value is None}
-        rotating = {index for index in full if self._rope_keys[index] not in without_rope}
+        rotating = frozenset([index for index in self._full if self._rope_keys[index] not in without_rope])
         # Both lists hold 0 for a layer that does not rotate. `no_rope_layers` does, too, in spite of its name (Llama 4,
         # SmolLM3).
         for key in ("no_rope_layers", "layer_rope_theta"):
             by_layer = getattr(config, key, None)
             if by_layer:
-                rotating = {index for index in rotating if by_layer[index]}
-        return len(rotating), len(full)
+                rotating = frozenset([index for index in rotating if by_layer[index]])
+        return rotating
 
     @cached_property
     def _rope_keys(self) -> list[str]:
         """The key in `rope_parameters` of each layer's rotary embedding, in a model that has several embeddings."""
         return rope_keys(self.config.model_type, self.types)
 
-    def layers_by_embedding(self, keys: Sequence[LayerType], theta: float | None = None) -> _LayersByEmbedding:
+    def layers_by_embedding(self, keys: Sequence[LayerType], theta: float | None = None) -> LayersByEmbedding:
         """Return the indices of the layers that use each rotary embedding of one rotary module.
 
         Args:
@@ -119,7 +128,7 @@ class AttentionLayers:
             return {None: tuple([i for i in range(len(self.types)) if thetas is None or thetas[i] == theta])}
         return {key: tuple([i for i, name in enumerate(self._rope_keys) if name == key]) for key in keys}
 
-    def choose(self, by_embedding: _LayersByEmbedding, layers: Layers | None = None) -> tuple[LayerType, ...]:
+    def choose(self, by_embedding: LayersByEmbedding, layers: Layers | None = None) -> tuple[LayerType, ...]:
         """Return those rotary embeddings of one rotary module that a method changes, by their layer types.
 
         Args:
@@ -128,21 +137,41 @@ class AttentionLayers:
 
         Raises:
             MethodError: `layers` names no layers of this model.
-            UnsupportedModelError: a layer that is named shares its embedding with one that is not.
         """
         if layers is None:
             return self._of_full_attention(by_embedding)
-        wanted = self._indices(by_embedding, layers)
-        for indices in by_embedding.values():
-            named, others = wanted & set(indices), set(indices) - wanted
-            if named and others:
-                raise UnsupportedModelError(
-                    f"layers {_listed(named)} of this {self.config.model_type!r} model share one rotary embedding with "
-                    f"layers {_listed(others)}; a method applies to all of them or to none"
-                )
-        return tuple(key for key, indices in by_embedding.items() if wanted & set(indices))
+        return tuple(self.named(by_embedding, layers))
 
-    def _of_full_attention(self, by_embedding: _LayersByEmbedding) -> tuple[LayerType, ...]:
+    def named(self, by_embedding: LayersByEmbedding, layers: Layers) -> LayersByEmbedding:
+        """Return the layers that a user names, by the rotary embedding of one rotary module that they use.
+
+        The arguments are those of `choose`. Embeddings are left out if none of their layers is named.
+        """
+        wanted = self._indices(by_embedding, layers)
+        named = {key: tuple([index for index in indices if index in wanted]) for key, indices in by_embedding.items()}
+        return {key: indices for key, indices in named.items() if indices}
+
+    @property
+    def embeddings(self) -> list[LayerType]:
+        """The keys in `rope_parameters` of the rotary embeddings that the config states; [None]: one for all layers."""
+        settings: Mapping[str, Any] = getattr(self.config, "rope_parameters", None) or {}
+        return [key for key, value in settings.items() if isinstance(value, Mapping)] or [None]
+
+    def are_default(self, layers: Layers) -> bool:
+        """Return whether a user who names layers names those that a method is for without a choice."""
+        by_embedding = self.layers_by_embedding(self.embeddings)
+        default = {key: by_embedding[key] for key in self.choose(by_embedding)}
+        return self.named(by_embedding, layers) == default
+
+    def sharing(self, named: Collection[int], others: Collection[int]) -> UnsupportedModelError:
+        """Return the error for a method that is for named layers, which share a rotary embedding with others."""
+        return UnsupportedModelError(
+            f"one rotary embedding serves {layers_text(named)} and also {layers_text(others)} of this "
+            f"{self.config.model_type!r} model; a method applies to all of them or to none (except nope, which is put "
+            "into each layer by itself)"
+        )
+
+    def _of_full_attention(self, by_embedding: LayersByEmbedding) -> tuple[LayerType, ...]:
         """Return those rotary embeddings of a module that a method changes if its user names no layers.
 
         `by_embedding`: the indices of the layers that use each embedding.
@@ -166,7 +195,7 @@ class AttentionLayers:
         windows_alone = getattr(self.config, "layer_types", None) is None and SLIDING.issuperset(types)
         return (None,) if indices and len(indices) == len(types) and not windows_alone else ()
 
-    def _indices(self, by_embedding: _LayersByEmbedding, layers: Layers) -> set[int]:
+    def _indices(self, by_embedding: LayersByEmbedding, layers: Layers) -> set[int]:
         """Return the indices of the layers that a user names by number or by layer type."""
         types, chosen = self.types, set[int]()
         for layer in [layers] if isinstance(layers, (str, int)) else layers:
@@ -299,6 +328,7 @@ class AttentionLayers:
         )
 
 
-def _listed(indices: set[int]) -> str:
+def layers_text(indices: Collection[int]) -> str:
+    """Return "layer 3" or "layers 0, 3" for a message, ascending; of many layers the first ones."""
     first = ", ".join(map(str, sorted(indices)[:_LISTED_INDICES]))
-    return f"{first}, ..." if len(indices) > _LISTED_INDICES else first
+    return f"layer{'s'[: len(indices) - 1]} {first}" + (", ..." if len(indices) > _LISTED_INDICES else "")

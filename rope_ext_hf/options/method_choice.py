@@ -250,7 +250,7 @@ class LayerChoice(PatchChoice):
     layers: tuple[str | int, ...] | Any = argument(
         (),
         "Layers to change, by layer type or number, e.g. sliding_attention or 0,2; default: those that attend to "
-        "everything. Layers that share a rotary embedding change together.",
+        "everything. Layers that share a rotary embedding change together, except under nope.",
         parse=_parse_layers,
         metavar="LIST",
     )

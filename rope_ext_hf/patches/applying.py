@@ -192,6 +192,8 @@ def _install(plan: PatchPlan, modules: Sequence[PatchedRotaryEmbedding], forward
             slot.module.config = slot.config  # the replaced module keeps the config it was built from
             patched = next(swap.patched for swap in state.configs if swap.original is slot.config)
             module.config = patched if slot.scaled_layers else slot.config
+    for layer, hook in plan.unrotated:
+        modules[0].hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
     if forward is not None:
         install_forwards(model, forward)
 

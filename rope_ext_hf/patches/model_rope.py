@@ -10,7 +10,6 @@ A patch is planned on it, `describe` prints it, and runs, conversions and the to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -110,9 +109,7 @@ class ModelRope:
             UnsupportedModelError: no layer attends to everything, or the config describes no rotary embedding.
         """
         layers = AttentionLayers(config)
-        parameters = getattr(config, "rope_parameters", None) or {}
-        nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
-        layer_types = layers.choose(layers.layers_by_embedding(nested or [None]))
+        layer_types = layers.choose(layers.layers_by_embedding(layers.embeddings))
         if not layer_types:
             raise layers.nothing_to_extend()
         slots: list[Slot] = []
@@ -254,6 +251,10 @@ class ModelRope:
         top = self.patches[-1].method
         if isinstance(top, RemappingMethod):
             raise MethodError(f"no method can be applied over {top.name}: it changes positions, not frequencies")
+        if top.drops_rotation and self.patches[-1].layers is not None:
+            raise MethodError(
+                f"no method can be applied over {top.name} in chosen layers; without over='patched' it takes its place"
+            )
 
     @property
     def slot(self) -> Slot:

@@ -17,21 +17,23 @@ from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, capital
 from rope_ext_hf.files.model_files import loading_note
 from rope_ext_hf.methods.base import RopeMethod
-from rope_ext_hf.methods.registry import resolve_method, stated_length
+from rope_ext_hf.methods.registry import class_of, resolve_method, stated_length
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.config_keys import PATCH_KEY
 from rope_ext_hf.models.families import family, rotates_back
-from rope_ext_hf.models.layer_types import Layers
+from rope_ext_hf.models.layer_types import Layers, layers_text
 from rope_ext_hf.models.patch_records import Patch, replaced_note, undo_saved_patch
 from rope_ext_hf.models.patched_config import ConfigEncoding, config_encoding, softmax_scale, write_rope
 from rope_ext_hf.models.recipes import recipe_warning
 from rope_ext_hf.models.weights_at_hand import on_meta_device
 from rope_ext_hf.patches.forward.attention_interface import Layer
 from rope_ext_hf.patches.forward.attention_probe import probe_layers
+from rope_ext_hf.patches.forward.decoders import decoder_of
 from rope_ext_hf.patches.model_rope import ModelRope, check_pairing
 from rope_ext_hf.patches.slots.patch_state import ConfigSwap, PatchState, copied_configs, stating_rope
 from rope_ext_hf.patches.slots.patched_slot import Slot, patch_state
 from rope_ext_hf.patches.slots.roformer import check_table_method
+from rope_ext_hf.patches.slots.unrotated_layers import DroppedRotation, taking_angles
 from rope_ext_hf.patches.traps import theta_traps, traps
 
 M = TypeVar("M", bound=nn.Module)
@@ -46,11 +48,14 @@ class PatchPlan:
         state: what the patched model will remember. `state.patch` is the patch with every parameter filled in, and
             `state.configs` are copies of the model's configs, in which the method and the extended length are written.
         attention: every attention module, and how it is to attend; empty for a frequency method.
+        unrotated: the modules whose cos and sin a hook replaces, with the hooks, where the rotation of some layers is
+            dropped and their rotary module serves others as well.
     """
 
     rope: ModelRope
     state: PatchState
     attention: tuple[tuple[nn.Module, Layer], ...] = ()
+    unrotated: tuple[tuple[nn.Module, DroppedRotation], ...] = ()
 
     @property
     def model(self) -> nn.Module:
@@ -97,7 +102,8 @@ def plan_patch(
     target_length = parse_length(target_length)
     if layers is not None:
         layers = (layers,) if isinstance(layers, (str, int)) else tuple(layers)
-    rope = _read_rope(model, layers).extending(over, context_length)
+    drops_rotation = layers is not None and class_of(method).drops_rotation
+    rope = _read_rope(model, layers, drops_rotation=drops_rotation).extending(over, context_length)
     resolved = resolve_method(method, rope.rotary, factor=factor, target_length=target_length, **params)
     length = target_length or stated_length(resolved, rope.rotary, factor)
     patch = Patch(resolved, rope.rotary, length, native, layers)
@@ -123,7 +129,7 @@ def plan_replay(model: nn.Module, patches: Sequence[Patch]) -> PatchPlan:
         MethodError, UnsupportedModelError: as `plan_patch` raises them.
     """
     *below, top = patches
-    rope = _read_rope(model, top.layers)
+    rope = _read_rope(model, top.layers, drops_rotation=top.layers is not None and top.method.drops_rotation)
     if rope.rotary.dim != top.rotary.dim:
         raise CheckpointError(
             f"the record of a patch is for {top.rotary.dim} rotated dims per head, and this model has "
@@ -132,8 +138,12 @@ def plan_replay(model: nn.Module, patches: Sequence[Patch]) -> PatchPlan:
     return _plan(rope, top, tuple(below), live=True)
 
 
-def _read_rope(model: nn.Module, layers: tuple[str | int, ...] | None) -> ModelRope:
-    """Return what a model says of its rope; raise an error where a method for `layers` has nothing to extend."""
+def _read_rope(model: nn.Module, layers: tuple[str | int, ...] | None, *, drops_rotation: bool) -> ModelRope:
+    """Return what a model says of its rope; raise an error where a method for `layers` has nothing to extend.
+
+    `drops_rotation`: the method makes every angle 0 in the named layers, which may have several rotary embeddings then;
+    the patch is recorded with the first one.
+    """
     check_pairing(model)
     state = patch_state(model)
     for swap in state.configs if state else ():
@@ -141,7 +151,7 @@ def _read_rope(model: nn.Module, layers: tuple[str | int, ...] | None) -> ModelR
     rope = ModelRope.of_model(model, layers)
     if not rope.layer_types:
         raise rope.layers.nothing_to_extend()
-    return rope
+    return replace(rope, stated=rope.stated[:1]) if drops_rotation else rope
 
 
 def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool) -> PatchPlan:
@@ -164,6 +174,9 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
     method = rope.bind(patch.method, patch.target_length, patch.rotary)
     patch = replace(patch, method=method, target_length=patch.target_length or method.extended_length(patch.rotary))
     _check_method(rope, patch)
+    unrotated = _dropped_layer_by_layer(model, slots, patch)
+    if unrotated:  # the rotary modules stay as they are
+        rope = replace(rope, slots=tuple([replace(slot, scaled_layers=()) for slot in slots]))
     attention: list[tuple[nn.Module, Layer]] = []
     if isinstance(method, RemappingMethod) and not on_meta_device(model):
         attention = probe_layers(model, slots, method, patch.rotary)
@@ -171,11 +184,12 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
     encoding = _write_configs(rope, configs, patch, below)
     length = encoding.extended_length or patch.rotary.context_length
     sliding, every_layer = None, False
-    if layers.window:
+    if layers.window and not unrotated:
         sliding, every_layer = slots[0].sliding_note(length, named=patch.layers is not None)
     theta = theta_traps(rope)
     notes = [
         sliding,
+        _unrotated_note(unrotated),
         layers.unrotated_note(method, patch.rotary),
         *[slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers],
         loading_note(model),
@@ -195,7 +209,50 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
         configs=configs,
         below=below if live else (),
     )
-    return PatchPlan(rope, state, tuple(attention))
+    return PatchPlan(rope, state, tuple(attention), unrotated)
+
+
+def _dropped_layer_by_layer(
+    model: nn.Module, slots: Sequence[Slot], patch: Patch
+) -> tuple[tuple[nn.Module, DroppedRotation], ...]:
+    """Return the modules of the named layers with the hooks that drop their rotation.
+
+    There are none where these layers have one rotary embedding, and no others use it: it takes the method itself then.
+
+    Raises:
+        UnsupportedModelError: the method is not one that can be applied so; or the rotation of a layer cannot be
+            dropped so.
+    """
+    not_named = [index for slot in slots for index in slot.not_named]
+    embeddings = {slot.as_loaded[key].rotary for slot in slots for key in slot.named}
+    if not not_named and len(embeddings) <= 1:
+        return ()
+    named = [(slot, index) for slot in slots if slot.named for index in slot.changed_layers]
+    if not patch.method.drops_rotation:
+        raise slots[0].layers.sharing([index for _, index in named], not_named)
+    factors = {patch.method.frequencies(rotary).attention_factor for rotary in embeddings}
+    if len(factors) > 1:
+        several = ", ".join([f"{factor:g}" for factor in sorted(factors)])
+        raise UnsupportedModelError(
+            f"the layers that were named have attention factors of {several}; choose layers that have "
+            "the same one: layers=... (--layers)"
+        )
+    factor = patch.method.frequencies(patch.rotary).attention_factor
+    rotary_modules = [slot.module for slot in slots]
+    hooks = {
+        module: DroppedRotation(index, factor)
+        for slot, index in named
+        for module in taking_angles(decoder_of(model, slot.parent), index, len(slot.layers.types), rotary_modules)
+    }
+    return tuple(hooks.items())
+
+
+def _unrotated_note(unrotated: Sequence[tuple[nn.Module, DroppedRotation]]) -> str | None:
+    """Return a sentence on layers whose rotation is dropped, while others keep theirs; None if there are none."""
+    if not unrotated:
+        return None
+    layers = layers_text({hook.layer for _, hook in unrotated})
+    return f"The rotation of {layers} is dropped; other layers rotate as before."
 
 
 def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
@@ -209,9 +266,10 @@ def _write_configs(
     rope: ModelRope, configs: Sequence[ConfigSwap], patch: Patch, below: tuple[Patch, ...]
 ) -> ConfigEncoding:
     """Write a patch over those `below`, bottom first, into copied configs, and return how they state it."""
-    all_scaled = all(slot.scaled_layers or slot.idle for slot in rope.slots)
-    # Settings for all layers (None) cannot state a method for some of several rotary modules.
-    writable = all_scaled or None not in rope.layer_types
+    scaled = [bool(slot.scaled_layers) for slot in rope.slots if not slot.idle]
+    # Settings for all layers (None) cannot state a method for some of several rotary modules, and no settings state one
+    # that is put into layers while their rotary modules stay as they are.
+    writable = all(scaled) or (any(scaled) and None not in rope.layer_types)
     encoding = config_encoding(rope.config, patch, rope.layer_types[0], writable=writable)
     for swap in stating_rope(configs, [slot.config.model_type for slot in rope.slots]):
         if PATCH_KEY in vars(swap.patched):  # the folder that the model was loaded from records a patch

@@ -129,7 +129,7 @@ class TestGemma:
 
 def test_layers_that_share_one_embedding_change_together() -> None:
     for name, layers in (("llama", [1]), ("gemma2", "full_attention")):
-        with pytest.raises(UnsupportedModelError, match="share one rotary embedding with layers 0"):
+        with pytest.raises(UnsupportedModelError, match="serves layer 1 and also layer 0"):
             rope.patch(build(name), "yarn", factor=4, layers=layers)
     model, other = build("llama"), build("llama")
     rope.patch(model, "yarn", factor=4, layers=[0, 1])

@@ -20,9 +20,11 @@ from rope_ext_hf.files.whole import json_digest
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.config import read_rope
+from rope_ext_hf.models.layer_types import layers_text
 from rope_ext_hf.patches.rows.row_probe import pairing_of
 from rope_ext_hf.patches.slots.patched_slot import PatchedRotaryEmbedding, patched_slots
 from rope_ext_hf.patches.slots.slot_finding import frequency_buffers, rotary_modules
+from rope_ext_hf.patches.slots.unrotated_layers import unrotated_layers
 
 FINGERPRINT_KEY = "fingerprint"
 """The key, in the record of a patch, of the fingerprint of the model that was saved."""
@@ -69,12 +71,15 @@ class Fingerprint:
         length: the length in tokens that the model is for by its config; None: it states none.
         softmax_scale: the factors of attention scores, one for each kind of attention that states it, ascending.
         layers: the rotation of the layers of each type, by type; by "all" where there is only one.
+        unrotated: the indices of layers that do not rotate, whatever `layers` says, because a patch dropped the
+            rotation of some of the layers that share a rotary embedding.
     """
 
     pairing: str | None
     length: int | None
     softmax_scale: tuple[float, ...]
     layers: dict[str, _LayerRope]
+    unrotated: tuple[int, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -89,11 +94,15 @@ class Fingerprint:
             short = layer.short_inv_freq
             numbers = _rounded((layer.attention_factor, *layer.inv_freq, *(short or ())))
             values.append([name, layer.positions, short is None, numbers])
+        if self.unrotated:
+            values.append(list(self.unrotated))
         return json_digest(values)[:12]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fingerprint as plain values, as JSON holds them; `from_dict` reads them back."""
         values: dict[str, Any] = json.loads(json.dumps({"digest": self.digest} | asdict(self)))
+        if not self.unrotated:
+            del values["unrotated"]
         return values
 
     @classmethod
@@ -115,7 +124,8 @@ class Fingerprint:
                 for name, layer in values["layers"].items()
             }
             softmax_scale = tuple(map(float, values["softmax_scale"]))
-            fingerprint = cls(values["pairing"], values["length"], softmax_scale, layers)
+            unrotated = tuple(values.get("unrotated", ()))
+            fingerprint = cls(values["pairing"], values["length"], softmax_scale, layers, unrotated)
             if not fingerprint._is_possible():
                 raise ValueError("a number, name or list is missing or impossible")
             return fingerprint
@@ -129,6 +139,8 @@ class Fingerprint:
         if not self.layers or self.pairing not in (None, "half", "interleaved"):
             return False
         if self.length is not None and type(self.length) is not int:
+            return False
+        if any(type(index) is not int for index in self.unrotated):
             return False
         numbers = [*self.softmax_scale]
         for layer in self.layers.values():
@@ -159,6 +171,10 @@ class Fingerprint:
             if name in other_layers:
                 where = f"{name} layers: " if len(layers) > 1 else ""
                 sentences += [where + sentence for sentence in _layer_differences(expected, other_layers[name])]
+        for these, those, state in ((self, other, "not dropped"), (other, self, "dropped")):
+            only = set(these.unrotated) - set(those.unrotated)
+            if only:
+                sentences.append(f"The rotation of {layers_text(only)} is {state}, unlike in the expected model.")
         if not _alike(self.softmax_scale, other.softmax_scale):
             sentences.append(
                 f"Scores are multiplied by {_scales_text(other.softmax_scale)} instead of "
@@ -199,7 +215,8 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
     scales = [getattr(module, "scaling", None) for module in model.modules() if hasattr(module, "layer_idx")]
     softmax_scales = sorted({scale for scale in scales if isinstance(scale, float)})
     stated = getattr(root.get_text_config(), "max_position_embeddings", None)
-    return Fingerprint(pairing_of(model), lengths[0] or stated, tuple(softmax_scales), layers)
+    length = lengths[0] or stated
+    return Fingerprint(pairing_of(model), length, tuple(softmax_scales), layers, unrotated_layers(model))
 
 
 def fingerprint_record(model: nn.Module) -> dict[str, Any]:

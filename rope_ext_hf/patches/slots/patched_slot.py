@@ -20,7 +20,7 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.models.config import ConfigRope
-from rope_ext_hf.models.layer_types import SLIDING, AttentionLayers, LayerType
+from rope_ext_hf.models.layer_types import SLIDING, AttentionLayers, LayersByEmbedding, LayerType
 from rope_ext_hf.models.patch_records import Patch
 from rope_ext_hf.patches.slots.class_angles import built_anew
 from rope_ext_hf.patches.slots.patch_state import PatchState
@@ -47,8 +47,9 @@ class Slot:
         axes: the number of axes that a position has: 1 for text, 3 for the time, height and width of Qwen2-VL.
         is_table: the module keeps cos and sin of every position as its weight, instead of computing them (RoFormer).
         log_multiplier: the buffer of the module whose exponential multiplies its frequencies; None: it has none.
+        by_embedding: the indices of the layers that use each embedding.
         scaled_layers: the keys of `as_loaded` that a method applies to.
-        idle: no layer uses the module (Granite SWA keeps one beside those of `layer_rope_theta`).
+        named: the layers that the user of a patch named, by embedding; none if no layers were named.
     """
 
     parent: nn.Module
@@ -63,8 +64,25 @@ class Slot:
     axes: int
     is_table: bool
     log_multiplier: str | None
+    by_embedding: LayersByEmbedding
     scaled_layers: tuple[LayerType, ...]
-    idle: bool
+    named: LayersByEmbedding
+
+    @property
+    def idle(self) -> bool:
+        """True if no layer uses the module (Granite SWA keeps one beside those of `layer_rope_theta`)."""
+        return not any(self.by_embedding.values())
+
+    @property
+    def changed_layers(self) -> list[int]:
+        """The indices of the layers that a method applies to."""
+        changed = self.named or {key: self.by_embedding[key] for key in self.scaled_layers}
+        return [index for indices in changed.values() for index in indices]
+
+    @property
+    def not_named(self) -> list[int]:
+        """The layers that were not named, and use an embedding of which others were."""
+        return [index for key, named in self.named.items() for index in self.by_embedding[key] if index not in named]
 
     def rotates_as_loaded(self, method: RopeMethod, rotary: Rotary) -> bool:
         """Return whether a method gives the shortest inputs the frequencies that the model was loaded with.

@@ -164,8 +164,9 @@ def _slot(rotary_module: _RotaryModule, chosen_layers: Layers | None, *, several
         axes=axes,
         is_table=is_table,
         log_multiplier=log_multiplier,
+        by_embedding=by_embedding,
         scaled_layers=layers.choose(by_embedding, chosen_layers),
-        idle=not any(by_embedding.values()),
+        named={} if chosen_layers is None else layers.named(by_embedding, chosen_layers),
     )
 
 

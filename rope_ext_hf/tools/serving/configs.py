@@ -148,7 +148,7 @@ def make_target(
 
     Raises:
         MethodError: impossible arguments, or a target length that the model is for without a method.
-        ServingError: a method that no engine runs.
+        ServingError: a method that no engine runs, or a patch for chosen layers.
     """
     target_length = parse_length(target_length)
     if method is None and (factor is not None or target_length is not None or params):
@@ -173,6 +173,12 @@ def make_target(
             **params,
         )
     _check_runs_on_engines(patch.method)
+    if patch.layers is not None and not model.rope.layers.are_default(patch.layers):
+        raise ServingError(
+            f"the patch of this model is for chosen layers ({', '.join(map(str, patch.layers))}), and settings are "
+            "computed for the layers that attend to everything. Give an engine the saved folder as it is if rope-ext "
+            "audit says that it computes the same, and serve the model with this package and transformers if not"
+        )
     return _target(model, patch, changes_nothing=method is None and not model.patches and as_loaded)
 
 

@@ -28,8 +28,9 @@ from rope_ext_hf.eval.spans.perplexity_runs import Result, difference
 from rope_ext_hf.files.whole import disk_errors, json_text, with_tilde, write_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.methods.base import RopeMethod, TrainingDefaults
-from rope_ext_hf.methods.registry import method_class
+from rope_ext_hf.methods.base import TrainingDefaults
+from rope_ext_hf.methods.registry import class_of
+from rope_ext_hf.models.patch_records import Patch
 from rope_ext_hf.options.arguments import with_fields_of
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patch, unpatch
@@ -66,7 +67,7 @@ after its training.
 def training_defaults(options: Finetuning) -> TrainingDefaults:
     """Return the defaults of the method that is trained."""
     (method,) = options.method
-    return (method_class(method) if isinstance(method, str) else type(method)).training
+    return class_of(method).training
 
 
 def with_defaults(options: Finetuning) -> Finetuning:
@@ -104,6 +105,9 @@ def _settings(options: Finetuning) -> dict[str, Any]:
         "method": method if isinstance(method, str) else method.to_dict(),
     }
     settings["params"] = settings.pop("parameters")
+    settings["layers"] = list(options.layers)
+    if not options.layers:  # so that a run is continued that was begun before there was this setting
+        del settings["layers"]
     del settings["report_to"]  # a run may be continued with another logger
     return settings
 
@@ -315,20 +319,22 @@ class _FinetuningRun:
         patches = active_patches(loaded)
         model = patch_to_train(loaded, self.options)
         model = self._train("trained", model, self.material.row, self.options.batch)
-        self._patch_again(model, patches[-1].method if patches else None)
+        self._patch_again(model, patches[-1] if patches else None)
         self.measure("trained", model)
         save_model(model, self.material.tokenizer, self.folder / "model")
 
-    def _patch_again(self, model: Any, before: RopeMethod | None) -> None:
+    def _patch_again(self, model: Any, before: Patch | None) -> None:
         """Put the method into the trained model as it is after the training, if it is another one then.
 
-        `before`: the method of the model as it was loaded; None: it was not patched.
+        `before`: the patch of the model as it was loaded; None: it had none.
         """
         options, present = self.options, active_patches(model)[-1]
         tokens = self.trained["trained"]["steps"] * options.batch * options.accumulate * self.material.row
-        after = present.method.after_training(tokens, before)
+        same_layers = before is not None and before.layers == present.layers
+        after = present.method.after_training(tokens, before.method if before and same_layers else None)
         if after != present.method:
-            patch(unpatch(model), after.to_dict(), target_length=present.target_length, **options.base_arguments)
+            kept = options.base_arguments | {"target_length": present.target_length, "layers": present.layers}
+            patch(unpatch(model), after.to_dict(), **kept)
 
     def train_control(self) -> None:
         """Train the unpatched model at its context length, with as many tokens as the patched one, for comparison.

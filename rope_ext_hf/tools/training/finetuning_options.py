@@ -10,14 +10,14 @@ from typing import Any
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.options.arguments import anything, argument
-from rope_ext_hf.options.method_choice import PatchChoice
+from rope_ext_hf.options.method_choice import LayerChoice
 from rope_ext_hf.reading.text.load import check_name
 
 _LOGGERS = ("none", "tensorboard", "trackio", "wandb")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finetuning(PatchChoice):
+class Finetuning(LayerChoice):
     """Arguments for a fine-tuning: a model, its patch, the text to train on, and the settings of the training."""
 
     PANEL = None

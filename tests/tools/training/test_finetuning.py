@@ -191,6 +191,23 @@ def test_nope_is_trained_at_the_context_length_and_counts_its_tokens(small: Path
     assert [each.extended_length for each in further] == [4 * TRAINED, None]
 
 
+def test_nope_in_chosen_layers(small: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"data": ONE_MODULE, "steps": 2, "batch": 2, "accumulate": 3, "max_spans": 1}
+    for _ in range(2):  # the second time it is continued, and complete
+        report = finetune(small, tmp_path / "first", method="nope", layers=[1], **fields)
+        assert report.settings["layers"] == [1]
+    folder = tmp_path / "first" / "model"
+    described = rope.describe(rope.from_pretrained(folder))
+    tokens_read = 2 * 2 * 3 * TRAINED
+    assert described.params == {"recalibrated": tokens_read}
+    assert described.rotating_layers == (1, 2)
+    # The tokens of an earlier training count where the same layers did not rotate in it.
+    for layers, total in ([1], 2 * tokens_read), ([0], tokens_read):
+        finetune(folder, tmp_path / f"further {layers}", method="nope", layers=layers, **fields)
+        described = rope.describe(rope.from_pretrained(tmp_path / f"further {layers}" / "model"))
+        assert described.params == {"recalibrated": total}
+
+
 @pytest.mark.slow
 def test_nope_with_adapters_a_guard_and_a_control(small: Path, tmp_path: Path) -> None:
     report = finetune(
@@ -207,6 +224,7 @@ def test_a_run_has_the_settings_that_earlier_releases_wrote() -> None:
     settings = _settings(with_defaults(Finetuning(model="a", data="b", method="yarn", factor=4, steps=1)))
     earlier = {"learning_rate": 2e-4, "train_all": False, "guard": 1.0}
     assert {name: settings[name] for name in earlier} == earlier
+    assert "layers" not in settings
 
 
 def test_the_help_states_the_defaults_of_nope() -> None:
