@@ -107,8 +107,10 @@ def class_of(method: str | RopeMethod | Mapping[str, Any]) -> type[RopeMethod]:
     raise _not_a_method(method)
 
 
-def _not_a_method(given: object) -> TypeError:
-    return TypeError(f"method must be a name, a method object, or a dict with a rope_type, got {type(given).__name__}")
+def _not_a_method(argument: object) -> TypeError:
+    return TypeError(
+        f"method must be a name, a method object, or a dict with a rope_type, got {type(argument).__name__}"
+    )
 
 
 def list_methods() -> dict[str, type[RopeMethod]]:

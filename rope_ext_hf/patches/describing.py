@@ -319,6 +319,10 @@ def _description(rope: ModelRope, rotary: Rotary, method: RopeMethod, **attribut
     `attributes` are the others.
     """
     inv_freq, attention_factor = method.frequencies(rotary)
+    rotating = rope.slot.layers.rotating
+    if method.drops_rotation or rotary.rotation_dropped:
+        dropped = [index for slot in rope.slots for index in slot.changed_layers]
+        rotating = len(rope.slot.layers.rotating_layers.difference(dropped)), rotating[1]
     return Description(
         model_type=rope.config.model_type,
         method=method.name,
@@ -329,18 +333,9 @@ def _description(rope: ModelRope, rotary: Rotary, method: RopeMethod, **attribut
         wavelengths=tuple((TWO_PI / inv_freq).tolist()),
         attention_factor=attention_factor,
         theta=rotary.theta,
-        rotating_layers=_rotating_layers(rope, rotary, method),
+        rotating_layers=rotating,
         **attributes,
     )
-
-
-def _rotating_layers(rope: ModelRope, rotary: Rotary, method: RopeMethod) -> tuple[int, int]:
-    """Return the number of full-attention layers that rotate under a method, and that of all full-attention layers."""
-    layers = rope.slot.layers
-    dropped = set[int]()
-    if method.drops_rotation or rotary.rotation_dropped:
-        dropped.update([index for slot in rope.slots for index in slot.changed_layers])
-    return len(layers.rotating_layers - dropped), layers.rotating[1]
 
 
 def scalings_underneath(rotary: Rotary) -> list[_Scaling]:

@@ -174,9 +174,14 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
     method = rope.bind(patch.method, patch.target_length, patch.rotary)
     patch = replace(patch, method=method, target_length=patch.target_length or method.extended_length(patch.rotary))
     _check_method(rope, patch)
-    unrotated = _dropped_layer_by_layer(model, slots, patch)
+    unrotated: tuple[tuple[nn.Module, DroppedRotation], ...] = ()
+    unrotated_note = None
+    if patch.layers is not None:
+        unrotated = _dropped_layer_by_layer(model, slots, patch)
     if unrotated:  # the rotary modules stay as they are
         rope = replace(rope, slots=tuple([replace(slot, scaled_layers=()) for slot in slots]))
+        named = layers_text({hook.layer for _, hook in unrotated})
+        unrotated_note = f"The rotation of {named} is dropped; other layers rotate as before."
     attention: list[tuple[nn.Module, Layer]] = []
     if isinstance(method, RemappingMethod) and not on_meta_device(model):
         attention = probe_layers(model, slots, method, patch.rotary)
@@ -189,7 +194,7 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
     theta = theta_traps(rope)
     notes = [
         sliding,
-        _unrotated_note(unrotated),
+        unrotated_note,
         layers.unrotated_note(method, patch.rotary),
         *[slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers],
         loading_note(model),
@@ -245,14 +250,6 @@ def _dropped_layer_by_layer(
         for module in taking_angles(decoder_of(model, slot.parent), index, len(slot.layers.types), rotary_modules)
     }
     return tuple(hooks.items())
-
-
-def _unrotated_note(unrotated: Sequence[tuple[nn.Module, DroppedRotation]]) -> str | None:
-    """Return a sentence on layers whose rotation is dropped, while others keep theirs; None if there are none."""
-    if not unrotated:
-        return None
-    layers = layers_text({hook.layer for _, hook in unrotated})
-    return f"The rotation of {layers} is dropped; other layers rotate as before."
 
 
 def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
