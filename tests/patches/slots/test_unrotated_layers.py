@@ -17,10 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.errors import MethodError, ServingError, UnsupportedModelError
+from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.dropping import Nope
 from rope_ext_hf.models.layer_types import layers_text
-from rope_ext_hf.tools import serving
 from tests.methods.test_dropping import ROTATIONS, WARNING
 from tests.support.models import TRAINED, build, build_known, logits, tokens
 from tests.support.wrapped_text import unwrapped
@@ -278,18 +277,6 @@ def test_a_layer_that_is_given_something_else_says_so() -> None:
     by_name = model.model.layers[0](hidden, position_embeddings=(cos, sin))
     in_order = model.model.layers[0](hidden, None, None, None, False, (cos, sin))
     torch.testing.assert_close(by_name, in_order)
-
-
-def test_settings_for_engines_are_refused(tmp_path: Path) -> None:
-    for name, arguments in (("llama", {"layers": [1]}), ("gemma3", {"layers": "sliding_attention"})):
-        rope.patch(model := build(name), "nope", **arguments).save_pretrained(tmp_path / name)
-        for source in (model, tmp_path / name):
-            with pytest.raises(ServingError, match="the patch of this model is for chosen layers"):
-                serving.serving_config(source, "vllm", plugin=True)
-    model = rope.patch(build("gemma3"), "yarn", factor=4, layers="full_attention")
-    same = rope.patch(build("gemma3"), "yarn", factor=4)
-    config, expected = (serving.serving_config(each, "vllm", plugin=True) for each in (model, same))
-    assert str(config) == str(expected)
 
 
 def test_layers_in_messages() -> None:

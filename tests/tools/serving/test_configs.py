@@ -41,6 +41,18 @@ def test_length_dependent_and_remapping_methods_are_refused_by_name() -> None:
         make_target(served_model("Mistral"), factor=2.0)
 
 
+def test_a_patch_for_chosen_layers_is_refused(tmp_path: Path) -> None:
+    for name, arguments in (("llama", {"layers": [1]}), ("gemma3", {"layers": "sliding_attention"})):
+        rope.patch(model := build(name), "nope", **arguments).save_pretrained(tmp_path / name)
+        for source in (model, tmp_path / name):
+            with pytest.raises(ServingError, match="the patch of this model is for chosen layers"):
+                serving.serving_config(source, "vllm", plugin=True)
+    # Named, the layers that a patch is for without a choice are no other ones.
+    model, same = (rope.patch(build("gemma3"), "yarn", factor=4, **a) for a in ({"layers": "full_attention"}, {}))
+    config, expected = (serving.serving_config(each, "vllm", plugin=True) for each in (model, same))
+    assert str(config) == str(expected)
+
+
 @pytest.mark.parametrize(("engine", "plugin"), [("vllm", False), ("vllm", True), ("sglang", True), ("gguf", False)])
 @pytest.mark.parametrize("name", ["stairs", "rerope", "dca", "dynamic-self-extend", "alibi"])
 def test_no_engine_serves_a_remapping_method(name: str, engine: str, plugin: bool) -> None:
