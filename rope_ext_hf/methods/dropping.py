@@ -53,7 +53,7 @@ class Nope(RopeMethod):
         if rotary.length_dependent:
             raise MethodError(
                 "nope drops the rotation at every length, and this model's own scaling has other frequencies for short "
-                "inputs; replace it with over='original'"
+                "inputs; replace it in all layers with over='original'"
             )
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:

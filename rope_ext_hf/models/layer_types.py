@@ -86,22 +86,24 @@ class AttentionLayers:
     @cached_property
     def rotating(self) -> tuple[int, int]:
         """The number of full-attention layers that rotate queries and keys, and that of all full-attention layers."""
-        return len(self.rotating_layers), len(self._full)
+        return len(self.rotating_layers & self.full_attention), len(self.full_attention)
 
     @cached_property
-    def _full(self) -> list[int]:
+    def full_attention(self) -> frozenset[int]:
         """The indices of the full-attention layers."""
-        return [index for index, kind in enumerate(self.types) if kind not in _NOT_FULL]
+        return frozenset([index for index, kind in enumerate(self.types) if kind not in _NOT_FULL])
 
     @cached_property
     def rotating_layers(self) -> frozenset[int]:
-        """The indices of the full-attention layers that rotate queries and keys."""
+        """The indices of the layers that rotate queries and keys."""
         config = self.config
+        sliding = frozenset([index for index, kind in enumerate(self.types) if kind in SLIDING])
         if family(config.model_type).sliding_rope_only and any(values_of(config, "sliding_window")):
-            return frozenset()
+            return sliding
         settings: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
         without_rope = {key for key, value in settings.items() if value is None}
-        rotating = frozenset([index for index in self._full if self._rope_keys[index] not in without_rope])
+        candidates = self.full_attention | sliding
+        rotating = frozenset([index for index in candidates if self._rope_keys[index] not in without_rope])
         # Both lists hold 0 for a layer that does not rotate. `no_rope_layers` does, too, in spite of its name (Llama 4,
         # SmolLM3).
         for key in ("no_rope_layers", "layer_rope_theta"):
@@ -162,6 +164,24 @@ class AttentionLayers:
         by_embedding = self.layers_by_embedding(self.embeddings)
         default = {key: by_embedding[key] for key in self.choose(by_embedding)}
         return self.named(by_embedding, layers) == default
+
+    def check_keys_are_own(self, chosen: Collection[int]) -> None:
+        """Raise UnsupportedModelError if layers were chosen apart from others that use the same keys.
+
+        Some models have layers that attend to the keys of an earlier layer of their type (Gemma 3n), which it has
+        rotated.
+        """
+        reusing = [mode for mode in getattr(self.config, "kv_sharing_modes", None) or () if "reuse" in str(mode)]
+        if not reusing and not getattr(self.config, "num_kv_shared_layers", 0):
+            return
+        of_types = {self.types[index] for index in chosen}
+        others = [index for index in self.rotating_layers if self.types[index] in of_types and index not in chosen]
+        if others:
+            raise UnsupportedModelError(
+                f"layers of this {self.config.model_type!r} model use the keys of earlier layers, so the rotation of "
+                f"{layers_text(chosen)} cannot be dropped without that of {layers_text(others)}; choose layers by "
+                f"their type: {', '.join(sorted(of_types))}"
+            )
 
     def sharing(self, named: Collection[int], others: Collection[int]) -> UnsupportedModelError:
         """Return the error for a method that is for named layers, which share a rotary embedding with others."""

@@ -138,14 +138,19 @@ def replaced_note(recorded: Sequence[Patch], patch: Patch, over: str = "over='pa
         patch: the new patch.
         over: how a user says that the recorded patch stays underneath.
     """
-    if not recorded or (recorded[-1].method, recorded[-1].rotary) == (patch.method, patch.rotary):
+    if not recorded:
         return None
     top = recorded[-1]
+    if (top.method, top.rotary, top.layers) == (patch.method, patch.rotary, patch.layers):
+        return None
     before, after = top.length, patch.length
     name = f"{top.method.name} for {before:,} tokens" if before else top.method.name
+    if top.layers is not None:
+        name += f" in layers {', '.join(map(str, top.layers))}"
     lengths = f": {before:,} tokens become {after:,}" if before and after and before != after else ""
-    # A remapping method changes positions, over which no other method can be put.
-    way_out = "" if isinstance(top.method, RemappingMethod) else f". {over} keeps it underneath"
+    # A remapping method changes positions, over which no other method can be put; nor can one over dropped layers.
+    alone = isinstance(top.method, RemappingMethod) or (top.method.drops_rotation and top.layers is not None)
+    way_out = "" if alone else f". {over} keeps it underneath"
     return f"the folder of this model records {name}, and this patch replaces it{lengths}{way_out}"
 
 

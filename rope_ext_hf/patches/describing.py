@@ -322,7 +322,8 @@ def _description(rope: ModelRope, rotary: Rotary, method: RopeMethod, **attribut
     rotating = rope.slot.layers.rotating
     if method.drops_rotation or rotary.rotation_dropped:
         dropped = [index for slot in rope.slots for index in slot.changed_layers]
-        rotating = len(rope.slot.layers.rotating_layers.difference(dropped)), rotating[1]
+        layers = rope.slot.layers
+        rotating = len((layers.rotating_layers & layers.full_attention).difference(dropped)), rotating[1]
     return Description(
         model_type=rope.config.model_type,
         method=method.name,

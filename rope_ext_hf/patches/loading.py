@@ -83,15 +83,13 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     if not raw:
         raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id that can be reached")
     check_stated(raw)
-    inner = next((key for key, value in raw.items() if isinstance(value, dict) and PATCH_KEY in value), None)
-    patched_part = raw if inner is None else raw[inner]
-    record = patched_part.get(PATCH_KEY)
-    if record is None:
+    inner = {key: value for key, value in raw.items() if isinstance(value, dict) and PATCH_KEY in value}
+    records = [part[PATCH_KEY] for part in (*inner.values(), raw) if PATCH_KEY in part]
+    if not records:
         return AutoConfig.from_pretrained(path, **kwargs), None
-    before = _before_patch(patched_part)
-    if inner is not None:
-        before = without_loading_code(raw) | {inner: before}
-    return AutoConfig.for_model(before.pop("model_type"), **before), record
+    before = _before_patch(raw) if PATCH_KEY in raw else without_loading_code(raw)
+    before |= {key: _before_patch(part) for key, part in inner.items()}  # two in an encoder-decoder (T5Gemma)
+    return AutoConfig.for_model(before.pop("model_type"), **before), records[0]
 
 
 def before_patch(config: Any) -> tuple[Any, dict[str, Any] | None]:
@@ -105,15 +103,16 @@ def before_patch(config: Any) -> tuple[Any, dict[str, Any] | None]:
     """
     plain = copy.deepcopy(config)
     parts = [plain, *[value for value in vars(plain).values() if hasattr(value, "model_type")]]
-    part = next((part for part in parts if PATCH_KEY in vars(part)), None)
-    if part is None:
+    patched_parts = [part for part in parts if PATCH_KEY in vars(part)]
+    if not patched_parts:
         return plain, None
-    record = vars(part)[PATCH_KEY]
+    record = vars(patched_parts[0])[PATCH_KEY]
     checked_patches(record, "this config")
-    for key in ("rope_parameters", "max_position_embeddings"):
-        if not still_stands(record.get(key), getattr(part, key)):
-            raise _set_by_patch(key)
-    undo_saved_patch(part)
+    for part in patched_parts:
+        for key in ("rope_parameters", "max_position_embeddings"):
+            if not still_stands(vars(part)[PATCH_KEY].get(key), getattr(part, key)):
+                raise _set_by_patch(key)
+        undo_saved_patch(part)
     vars(plain).update(without_loading_code({"auto_map": vars(plain).pop("auto_map", None)}))
     return plain, record
 

@@ -106,6 +106,8 @@ def plan_patch(
     rope = _read_rope(model, layers, drops_rotation=drops_rotation).extending(over, context_length)
     resolved = resolve_method(method, rope.rotary, factor=factor, target_length=target_length, **params)
     length = target_length or stated_length(resolved, rope.rotary, factor)
+    if drops_rotation:
+        _check_attention_factors(rope, resolved)
     patch = Patch(resolved, rope.rotary, length, native, layers)
     plan = _plan(rope, patch, rope.below, live=rope.is_patched)
     if rope.patches and not rope.is_patched and over != "patched":  # those that the folder of the model records
@@ -150,7 +152,7 @@ def _read_rope(model: nn.Module, layers: tuple[str | int, ...] | None, *, drops_
         swap.sync_user_changes()  # changes that the user made in the config of the patched model stay
     rope = ModelRope.of_model(model, layers)
     if not rope.layer_types:
-        raise rope.layers.nothing_to_extend()
+        raise rope.layers.nothing_to_extend() if layers is None else _does_not_rotate(rope, layers)
     return replace(rope, stated=rope.stated[:1]) if drops_rotation else rope
 
 
@@ -177,11 +179,12 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
     unrotated: tuple[tuple[nn.Module, DroppedRotation], ...] = ()
     unrotated_note = None
     if patch.layers is not None:
-        unrotated = _dropped_layer_by_layer(model, slots, patch)
-    if unrotated:  # the rotary modules stay as they are
+        unrotated = _dropped_layer_by_layer(rope, patch)
+    if unrotated:  # the rotary modules stay as they are, and with them the length that the model is for
         rope = replace(rope, slots=tuple([replace(slot, scaled_layers=()) for slot in slots]))
-        named = layers_text({hook.layer for _, hook in unrotated})
-        unrotated_note = f"The rotation of {named} is dropped; other layers rotate as before."
+        patch = replace(patch, target_length=patch.target_length or patch.rotary.context_length)
+        dropped = layers_text({hook.layer for _, hook in unrotated})
+        unrotated_note = f"The rotation of {dropped} is dropped, as the wavelengths say; other layers rotate as before."
     attention: list[tuple[nn.Module, Layer]] = []
     if isinstance(method, RemappingMethod) and not on_meta_device(model):
         attention = probe_layers(model, slots, method, patch.rotary)
@@ -217,9 +220,7 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
     return PatchPlan(rope, state, tuple(attention), unrotated)
 
 
-def _dropped_layer_by_layer(
-    model: nn.Module, slots: Sequence[Slot], patch: Patch
-) -> tuple[tuple[nn.Module, DroppedRotation], ...]:
+def _dropped_layer_by_layer(rope: ModelRope, patch: Patch) -> tuple[tuple[nn.Module, DroppedRotation], ...]:
     """Return the modules of the named layers with the hooks that drop their rotation.
 
     There are none where these layers have one rotary embedding, and no others use it: it takes the method itself then.
@@ -227,29 +228,60 @@ def _dropped_layer_by_layer(
     Raises:
         UnsupportedModelError: the method is not one that can be applied so; or the rotation of a layer cannot be
             dropped so.
+        MethodError: the patch is over the model without its own scaling, which other layers keep.
     """
+    model, slots, layers = rope.model, rope.slots, rope.slots[0].layers
+    assert model is not None
     not_named = [index for slot in slots for index in slot.not_named]
-    embeddings = {slot.as_loaded[key].rotary for slot in slots for key in slot.named}
-    if not not_named and len(embeddings) <= 1:
+    several = len({slot.as_loaded[key].rotary for slot in slots for key in slot.named}) > 1
+    if not not_named and not several:
         return ()
-    named = [(slot, index) for slot in slots if slot.named for index in slot.changed_layers]
+    chosen = {index for slot in slots if slot.named for index in slot.changed_layers if slot.rotates(index)}
     if not patch.method.drops_rotation:
-        raise slots[0].layers.sharing([index for _, index in named], not_named)
-    factors = {patch.method.frequencies(rotary).attention_factor for rotary in embeddings}
-    if len(factors) > 1:
-        several = ", ".join([f"{factor:g}" for factor in sorted(factors)])
+        raise layers.sharing(chosen, not_named)
+    if not chosen:
+        raise _does_not_rotate(rope, patch.layers)
+    if rope.over == "original":
+        raise MethodError(
+            f"over='original' replaces the scaling of all layers, and {patch.method.name} in chosen layers leaves the "
+            "others as they are: leave over out, or choose no layers"
+        )
+    layers.check_keys_are_own(chosen)
+    decoder, *others = {decoder_of(model, slot.parent) for slot in slots if slot.named}
+    if others:
         raise UnsupportedModelError(
-            f"the layers that were named have attention factors of {several}; choose layers that have "
-            "the same one: layers=... (--layers)"
+            f"{type(model).__name__} has several stacks of layers with the same numbers (an encoder and a decoder), so "
+            f"{patch.method.name} cannot be put into chosen layers; leave out layers (--layers)"
         )
     factor = patch.method.frequencies(patch.rotary).attention_factor
     rotary_modules = [slot.module for slot in slots]
     hooks = {
         module: DroppedRotation(index, factor)
-        for slot, index in named
-        for module in taking_angles(decoder_of(model, slot.parent), index, len(slot.layers.types), rotary_modules)
+        for index in sorted(chosen)
+        for module in taking_angles(decoder, index, len(layers.types), rotary_modules)
     }
     return tuple(hooks.items())
+
+
+def _check_attention_factors(rope: ModelRope, method: RopeMethod) -> None:
+    """Raise UnsupportedModelError if a method gives the rotary embeddings of the named layers unlike factors."""
+    rotaries = {slot.as_loaded[key].rotary for slot in rope.slots for key in slot.named}
+    factors = {method.frequencies(rotary).attention_factor for rotary in rotaries} if len(rotaries) > 1 else ()
+    if len(factors) > 1:
+        several = ", ".join([f"{factor:g}" for factor in sorted(factors)])
+        raise UnsupportedModelError(
+            f"the layers that were named have attention factors of {several}; choose layers that have the same one: "
+            "layers=... (--layers)"
+        )
+
+
+def _does_not_rotate(rope: ModelRope, layers: tuple[str | int, ...] | None) -> UnsupportedModelError:
+    """Return the error for named layers that have no rotation which a method could change."""
+    named = ", ".join(map(str, layers or ()))
+    return UnsupportedModelError(
+        f"the layers that were named ({named}) do not rotate their queries and keys in this "
+        f"{rope.config.model_type!r} model, so there is nothing to change in them"
+    )
 
 
 def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:

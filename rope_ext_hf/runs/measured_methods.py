@@ -75,7 +75,7 @@ class MeasuredMethods:
         if self.basis != basis_of_patches(active_patches(model)):
             raise MethodError(
                 f"the model is patched with {label(self.loaded)} already; to measure that method with another over or "
-                "context_length, give the model without its patch"
+                "context_length, or in other layers, give the model without its patch"
             )
 
     def __iter__(self) -> Iterator[_MeasuredMethod]:

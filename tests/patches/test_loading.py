@@ -15,6 +15,7 @@ import transformers
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, FileError, FingerprintError, MethodError
+from rope_ext_hf.patches.loading import load_patched_config
 from rope_ext_hf.runs.folder.model_digest import model_digest
 from tests.support.every_model import tiny
 from tests.support.model_checks import LONG, TOLERANCE, difference
@@ -456,3 +457,20 @@ def test_a_mistake_in_a_method_is_reported_before_weights_are_read(
         rope.from_pretrained(tmp_path, **arguments)
     with pytest.raises(OSError, match="no file named"):
         rope.from_pretrained(tmp_path, method="yarn", factor=2)
+
+
+@pytest.mark.parametrize(("method", "arguments"), [("yarn", {"factor": 4}), ("dynamic-yarn", {}), ("nope", {})])
+@pytest.mark.filterwarnings("ignore:nope drops the rotation")
+def test_an_encoder_and_a_decoder_have_a_config_each(method: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Both record the patch, and both are as before once it is taken off."""
+    model: Any = tiny("t5gemma").eval()
+    ids = tokens(40)
+    before = logits(model, ids, decoder_input_ids=ids)
+    patched = logits(rope.patch(model, method, **arguments), ids, decoder_input_ids=ids)
+    model.save_pretrained(tmp_path)
+    loaded = rope.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, ids, decoder_input_ids=ids), patched)
+    assert torch.equal(logits(rope.unpatch(loaded), ids, decoder_input_ids=ids), before)
+    config, _ = load_patched_config(tmp_path)
+    of_user = logits(rope.from_pretrained(tmp_path, config=config), ids, decoder_input_ids=ids)
+    assert torch.equal(of_user, patched)

@@ -73,16 +73,21 @@ class Slot:
         """True if no layer uses the module (Granite SWA keeps one beside those of `layer_rope_theta`)."""
         return not any(self.by_embedding.values())
 
+    def rotates(self, layer: int) -> bool:
+        """Return whether the layer with this index rotates its queries and keys."""
+        return layer in self.layers.rotating_layers
+
     @property
     def changed_layers(self) -> list[int]:
-        """The indices of the layers that a method applies to."""
+        """The indices of the layers that a method is for: those that were named, else those of `scaled_layers`."""
         changed = self.named or {key: self.by_embedding[key] for key in self.scaled_layers}
         return [index for indices in changed.values() for index in indices]
 
     @property
     def not_named(self) -> list[int]:
-        """The layers that were not named, and use an embedding of which others were."""
-        return [index for key, named in self.named.items() for index in self.by_embedding[key] if index not in named]
+        """The layers that rotate and were not named, and use an embedding of which others were."""
+        of_embeddings = [(index, named) for key, named in self.named.items() for index in self.by_embedding[key]]
+        return [index for index, named in of_embeddings if index not in named and self.rotates(index)]
 
     def rotates_as_loaded(self, method: RopeMethod, rotary: Rotary) -> bool:
         """Return whether a method gives the shortest inputs the frequencies that the model was loaded with.

@@ -76,10 +76,10 @@ def taking_angles(decoder: nn.Module, index: int, count: int, rotary_modules: Co
     taking = [module for layer in layers for module in _outermost_taking_angles(layer)]
     has_its_own = any(module in rotary_modules for layer in layers for module in layer.modules())
     if not taking or has_its_own:
-        reason = "has a rotary module of its own" if has_its_own else f"takes no {_ARGUMENT} (cos and sin) from outside"
+        reason = "a rotary module of its own" if has_its_own else f"no {_ARGUMENT} (cos and sin) that could be replaced"
         raise UnsupportedModelError(
-            f"layer {index} of {type(decoder).__name__} {reason}, so its rotation cannot be dropped without that of "
-            "the other layers"
+            f"layer {index} of {type(decoder).__name__} has {reason}, so its rotation cannot be dropped without that "
+            "of the other layers"
         )
     return taking
 

@@ -234,6 +234,8 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     check_described(config)
     reference = _reference(config)
     reports, notes = [reference.report], [reference.note] if reference.note else []
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    for_chosen_layers = any((part.get(PATCH_KEY) or {}).get("layers") for part in parts)
     for cls in list_engines().values():
         if cls.reference or cls.rules_of:
             continue
@@ -241,7 +243,7 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
         read = reference.config if engine.loads_config else config
         report = _report(engine, read, reference.expected, reference.context_length)
         reports.append(report)
-        if report.differs and engine.has_plugin():
+        if report.differs and engine.has_plugin() and not for_chosen_layers:
             command = command_line("serve-config", "MODEL", engine=engine.name, plugin=True)
             notes.append(f"With the plug-in of this package {engine.label} takes static frequencies: {command}")
     others = [_other_report(program, config, reference) for program in other_programs().values()]

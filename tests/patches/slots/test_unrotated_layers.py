@@ -21,6 +21,8 @@ from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.dropping import Nope
 from rope_ext_hf.models.layer_types import layers_text
 from tests.methods.test_dropping import ROTATIONS, WARNING
+from tests.support.every_model import build as build_entry
+from tests.support.every_model import entries
 from tests.support.models import TRAINED, build, build_known, logits, tokens
 from tests.support.wrapped_text import unwrapped
 
@@ -140,7 +142,8 @@ def test_the_method_may_be_given_in_any_form() -> None:
 def test_describe_names_the_layers(tmp_path: Path) -> None:
     model = rope.patch(build("llama"), "nope", layers=[1], recalibrated=12)
     text = unwrapped(rope.describe(model))
-    assert "The rotation of layer 1 is dropped; other layers rotate as before." in text
+    assert "The rotation of layer 1 is dropped, as the wavelengths say; other layers rotate as before." in text
+    assert "extended length 64 tokens (not extended)" in text
     assert "layers with RoPE 1 of 2 full-attention layers" in text
     assert "saved as rope_type 'rope_ext_hf/nope" in text
     with pytest.warns(UserWarning, match=r"loads with rope_ext_hf.from_pretrained alone"):
@@ -248,7 +251,7 @@ def test_a_layer_that_takes_no_angles_is_refused(monkeypatch: pytest.MonkeyPatch
     model.model.layers[1].__class__, model.model.layers[1].self_attn.__class__ = OtherLayer, Other
     ids = tokens(TRAINED)
     before = logits(model, ids)
-    with pytest.raises(UnsupportedModelError, match=r"layer 1 of LlamaModel takes no position_embeddings"):
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 of LlamaModel has no position_embeddings"):
         rope.patch(model, "nope", layers=[1])
     assert torch.equal(logits(model, ids), before)
     rope.patch(model, "nope", layers=[0])
@@ -257,6 +260,64 @@ def test_a_layer_that_takes_no_angles_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_layers_with_rotary_modules_of_their_own_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"layer 0 of DeepseekV4Model has a rotary module of its own"):
         rope.patch(build_known("deepseek_v4"), "nope", layers=[0])
+
+
+def test_layers_that_use_the_keys_of_others_are_dropped_together() -> None:
+    """Without a rotation, or with one, the same tokens at later positions have the same logits."""
+    types = ["sliding_attention", "full_attention"] * 2
+    model = build_known("gemma3n_text", num_hidden_layers=4, layer_types=types, num_kv_shared_layers=2)
+    ids = tokens(12)
+    place = torch.arange(12)[None]
+
+    def moved() -> float:
+        one, other = (logits(model, ids, position_ids=place + first) for first in (0, 20))
+        return float((one - other).abs().max())
+
+    assert moved() < 1e-4
+    for layers in ([1], [0, 1], [0, 2, 3]):
+        with pytest.raises(UnsupportedModelError, match=r"use the keys of earlier layers.*choose layers by their type"):
+            rope.patch(model, "nope", layers=layers)
+    for named in ([1, 3], "sliding_attention", ["sliding_attention", "full_attention"]):
+        rope.patch(model, "nope", layers=named)
+        assert moved() < 1e-4
+
+
+def test_layers_that_do_not_rotate_are_left_out(tmp_path: Path) -> None:
+    """Cohere 2 rotates in its sliding-window layers alone."""
+    types = ["sliding_attention", "full_attention"]
+    model, ids = build_known("cohere2", layer_types=types, num_hidden_layers=2), tokens(TRAINED)
+    for layers in ([1], "full_attention"):
+        with pytest.raises(UnsupportedModelError, match=r"named \((1|full_attention)\) do not rotate"):
+            rope.patch(model, "nope", layers=layers)
+    rope.patch(model, "nope", layers=[0])  # the one layer that rotates: plain transformers runs it
+    model.save_pretrained(tmp_path)
+    plain = logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids)
+    torch.testing.assert_close(plain, logits(model, ids), atol=1e-5, rtol=0)
+
+
+def test_an_encoder_and_a_decoder_are_refused() -> None:
+    (entry,) = [each for each in entries() if each.model_type == "t5gemma"]
+    with pytest.raises(UnsupportedModelError, match=r"several stacks of layers with the same numbers"):
+        rope.patch(build_entry(entry), "nope", layers=[1])
+
+
+def test_the_scaling_of_all_layers_is_not_replaced_by_that_of_some() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+    model = build("llama", scaling, max_position_embeddings=4 * TRAINED)
+    with pytest.raises(MethodError, match=r"over='original' replaces the scaling of all layers"):
+        rope.patch(model, "nope", layers=[1], over="original")
+    rope.patch(model, "nope", layers=[0, 1], over="original")
+
+
+def test_a_patch_that_replaces_that_of_a_folder_says_in_which_layers_it_was(tmp_path: Path) -> None:
+    rope.patch(build("llama"), "nope", layers=[0]).save_pretrained(tmp_path)
+    for method, arguments in (("yarn", {"factor": 4}), ("nope", {"layers": [1]}), ("nope", {})):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rope.from_pretrained(tmp_path, method, **arguments)
+        (text,) = [str(each.message) for each in caught if "the folder of this model" in str(each.message)]
+        assert "records nope for 64 tokens in layers 0, and this patch replaces it" in text
+        assert "keeps it underneath" not in text
 
 
 def test_layers_of_several_rotary_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def test_a_patch_for_chosen_layers_is_refused(tmp_path: Path) -> None:
         for source in (model, tmp_path / name):
             with pytest.raises(ServingError, match="the patch of this model is for chosen layers"):
                 serving.serving_config(source, "vllm", plugin=True)
+        assert "serve-config" not in str(serving.audit(tmp_path / name))
     # Named, the layers that a patch is for without a choice are no other ones.
     model, same = (rope.patch(build("gemma3"), "yarn", factor=4, **a) for a in ({"layers": "full_attention"}, {}))
     config, expected = (serving.serving_config(each, "vllm", plugin=True) for each in (model, same))
