@@ -3,6 +3,7 @@
 Modules that other packages call:
     patching: put a method into a live model, take it out, hold one length; the functions that users call.
     planning: work out and check everything that a patch changes, and leave the model as it is.
+    chosen_layers: plan the method that is put into layers one by one.
     applying: change a model as planned, after a trial with a cache where it needs one, and take patches off again.
     loading, loading_classes: load models and adapters with the patch that was saved with them.
     describing: which method a model runs, what lies underneath, and how it would be saved.

@@ -26,14 +26,14 @@ from rope_ext_hf.models.patch_records import Patch, replaced_note, undo_saved_pa
 from rope_ext_hf.models.patched_config import ConfigEncoding, config_encoding, softmax_scale, write_rope
 from rope_ext_hf.models.recipes import recipe_warning
 from rope_ext_hf.models.weights_at_hand import on_meta_device
+from rope_ext_hf.patches.chosen_layers import check_attention_factors, does_not_rotate, drop_layer_by_layer
 from rope_ext_hf.patches.forward.attention_interface import Layer
 from rope_ext_hf.patches.forward.attention_probe import probe_layers
-from rope_ext_hf.patches.forward.decoders import decoder_of
 from rope_ext_hf.patches.model_rope import ModelRope, check_pairing
 from rope_ext_hf.patches.slots.patch_state import ConfigSwap, PatchState, copied_configs, stating_rope
 from rope_ext_hf.patches.slots.patched_slot import Slot, patch_state
 from rope_ext_hf.patches.slots.roformer import check_table_method
-from rope_ext_hf.patches.slots.unrotated_layers import DroppedRotation, taking_angles
+from rope_ext_hf.patches.slots.unrotated_layers import DroppedRotation
 from rope_ext_hf.patches.traps import theta_traps, traps
 
 M = TypeVar("M", bound=nn.Module)
@@ -107,7 +107,7 @@ def plan_patch(
     resolved = resolve_method(method, rope.rotary, factor=factor, target_length=target_length, **params)
     length = target_length or stated_length(resolved, rope.rotary, factor)
     if drops_rotation:
-        _check_attention_factors(rope, resolved)
+        check_attention_factors(rope, resolved)
     patch = Patch(resolved, rope.rotary, length, native, layers)
     plan = _plan(rope, patch, rope.below, live=rope.is_patched)
     if rope.patches and not rope.is_patched and over != "patched":  # those that the folder of the model records
@@ -152,7 +152,7 @@ def _read_rope(model: nn.Module, layers: tuple[str | int, ...] | None, *, drops_
         swap.sync_user_changes()  # changes that the user made in the config of the patched model stay
     rope = ModelRope.of_model(model, layers)
     if not rope.layer_types:
-        raise rope.layers.nothing_to_extend() if layers is None else _does_not_rotate(rope, layers)
+        raise rope.layers.nothing_to_extend() if layers is None else does_not_rotate(rope, layers)
     return replace(rope, stated=rope.stated[:1]) if drops_rotation else rope
 
 
@@ -179,7 +179,7 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
     unrotated: tuple[tuple[nn.Module, DroppedRotation], ...] = ()
     unrotated_note = None
     if patch.layers is not None:
-        unrotated = _dropped_layer_by_layer(rope, patch)
+        unrotated = drop_layer_by_layer(rope, patch)
     if unrotated:  # the rotary modules stay as they are, and with them the length that the model is for
         rope = replace(rope, slots=tuple([replace(slot, scaled_layers=()) for slot in slots]))
         patch = replace(patch, target_length=patch.target_length or patch.rotary.context_length)
@@ -218,70 +218,6 @@ def _plan(rope: ModelRope, patch: Patch, below: tuple[Patch, ...], *, live: bool
         below=below if live else (),
     )
     return PatchPlan(rope, state, tuple(attention), unrotated)
-
-
-def _dropped_layer_by_layer(rope: ModelRope, patch: Patch) -> tuple[tuple[nn.Module, DroppedRotation], ...]:
-    """Return the modules of the named layers with the hooks that drop their rotation.
-
-    There are none where these layers have one rotary embedding, and no others use it: it takes the method itself then.
-
-    Raises:
-        UnsupportedModelError: the method is not one that can be applied so; or the rotation of a layer cannot be
-            dropped so.
-        MethodError: the patch is over the model without its own scaling, which other layers keep.
-    """
-    model, slots, layers = rope.model, rope.slots, rope.slots[0].layers
-    assert model is not None
-    not_named = [index for slot in slots for index in slot.not_named]
-    several = len({slot.as_loaded[key].rotary for slot in slots for key in slot.named}) > 1
-    if not not_named and not several:
-        return ()
-    chosen = {index for slot in slots if slot.named for index in slot.changed_layers if slot.rotates(index)}
-    if not patch.method.drops_rotation:
-        raise layers.sharing(chosen, not_named)
-    if not chosen:
-        raise _does_not_rotate(rope, patch.layers)
-    if rope.over == "original":
-        raise MethodError(
-            f"over='original' replaces the scaling of all layers, and {patch.method.name} in chosen layers leaves the "
-            "others as they are: leave over out, or choose no layers"
-        )
-    layers.check_keys_are_own(chosen)
-    decoder, *others = {decoder_of(model, slot.parent) for slot in slots if slot.named}
-    if others:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has several stacks of layers with the same numbers (an encoder and a decoder), so "
-            f"{patch.method.name} cannot be put into chosen layers; leave out layers (--layers)"
-        )
-    factor = patch.method.frequencies(patch.rotary).attention_factor
-    rotary_modules = [slot.module for slot in slots]
-    hooks = {
-        module: DroppedRotation(index, factor)
-        for index in sorted(chosen)
-        for module in taking_angles(decoder, index, len(layers.types), rotary_modules)
-    }
-    return tuple(hooks.items())
-
-
-def _check_attention_factors(rope: ModelRope, method: RopeMethod) -> None:
-    """Raise UnsupportedModelError if a method gives the rotary embeddings of the named layers unlike factors."""
-    rotaries = {slot.as_loaded[key].rotary for slot in rope.slots for key in slot.named}
-    factors = {method.frequencies(rotary).attention_factor for rotary in rotaries} if len(rotaries) > 1 else ()
-    if len(factors) > 1:
-        several = ", ".join([f"{factor:g}" for factor in sorted(factors)])
-        raise UnsupportedModelError(
-            f"the layers that were named have attention factors of {several}; choose layers that have the same one: "
-            "layers=... (--layers)"
-        )
-
-
-def _does_not_rotate(rope: ModelRope, layers: tuple[str | int, ...] | None) -> UnsupportedModelError:
-    """Return the error for named layers that have no rotation which a method could change."""
-    named = ", ".join(map(str, layers or ()))
-    return UnsupportedModelError(
-        f"the layers that were named ({named}) do not rotate their queries and keys in this "
-        f"{rope.config.model_type!r} model, so there is nothing to change in them"
-    )
 
 
 def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
