@@ -34,7 +34,7 @@ from rope_ext_hf.files.model_folders import (
 from rope_ext_hf.files.other_formats import check_model_files
 from rope_ext_hf.files.whole import FileStamps, check_folder, disk_folder, file_stamps, foreign_errors, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
-from rope_ext_hf.models.config import UNKNOWN_TYPE
+from rope_ext_hf.models.config import EXPECTED_LINES
 from rope_ext_hf.models.model_classes import empty_model
 from rope_ext_hf.patches.loading import find_config, from_pretrained, restore_patch
 from rope_ext_hf.patches.model_rope import check_pairing
@@ -344,7 +344,7 @@ def load_tokenizer(
         missing = missing_tokenizer(source)
         if missing:
             raise CheckpointError(missing)
-    with left_out_of_log(*UNKNOWN_TYPE), loading(f"the tokenizer of {short(str(name))!r}"):
+    with left_out_of_log(*EXPECTED_LINES), loading(f"the tokenizer of {short(str(name))!r}"):
         _check_token_settings(source, arguments)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, **arguments

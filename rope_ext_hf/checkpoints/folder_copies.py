@@ -21,7 +21,7 @@ from rope_ext_hf.files.whole import (
     write_json,
 )
 from rope_ext_hf.foreign_logs import left_out_of_log
-from rope_ext_hf.models.config import UNKNOWN_TYPE
+from rope_ext_hf.models.config import EXPECTED_LINES
 from rope_ext_hf.models.config_keys import PATCH_KEY
 from rope_ext_hf.models.families import family
 from rope_ext_hf.patches.saved.adapters import find_adapter, with_record
@@ -121,7 +121,7 @@ def _write_patched_config(staging: Path, model: PreTrainedModel, out: Path) -> N
     later.
     """
     state = patched_slots(model)[0].state
-    with left_out_of_log(*UNKNOWN_TYPE):
+    with left_out_of_log(*EXPECTED_LINES):
         model.config.save_pretrained(staging)
     rewrite_config(staging, model, name=out, more=extend_length_files(staging, state))
     _raise_tokenizer_length(staging / "tokenizer_config.json", state.encoding.extended_length)

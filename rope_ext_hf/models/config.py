@@ -26,8 +26,17 @@ GUESSED_LENGTH_KEY = "rope_guessed_length"
 """The config key that repeats max_position_embeddings where a conversion had to guess it; other programs ignore it."""
 PLUGIN_PREFIX = "rope_ext_hf/"
 """The beginning of the rope types of this package, which are written where transformers has no type of its own."""
-UNKNOWN_TYPE = ("transformers.modeling_rope_utils", f"'rope_type'='{PLUGIN_PREFIX}")
-"""The logger of transformers that warns of a rope type of this package, and a part of its message."""
+EXPECTED_LINES = (
+    "transformers.modeling_rope_utils",
+    f"'rope_type'='{PLUGIN_PREFIX}",
+    "'longrope': {'short_mscale', 'long_mscale'}",
+    "'longrope': {'long_mscale', 'short_mscale'}",
+    "'yarn': {'attn_factor'}",
+)
+"""The logger of transformers that writes of rope settings that it does not know, and a part of each of its lines.
+
+They are on rope types of this package, and on keys that are there for other engines (`KEYS_FOR_OTHER_ENGINES`).
+"""
 
 _METHOD_OF_TYPE = {"dynamic": "dynamic-ntk", "su": "longrope"}
 """The method of each rope type that has another name than its method."""

@@ -17,7 +17,7 @@ from typing import Any
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files.whole import read_json, write_json
 from rope_ext_hf.foreign_logs import left_out_of_log
-from rope_ext_hf.models.config import PLUGIN_PREFIX, UNKNOWN_TYPE
+from rope_ext_hf.models.config import EXPECTED_LINES, PLUGIN_PREFIX
 from rope_ext_hf.models.config_keys import PATCH_KEY
 
 _MODULE = "modeling_rope_ext_hf"
@@ -88,7 +88,7 @@ def _auto_classes(config: dict[str, Any]) -> list[str]:
         if getattr(auto, "_model_mapping", None) is not None and known[model_type] in auto._model_mapping
     ]
     try:
-        with left_out_of_log(*UNKNOWN_TYPE):
+        with left_out_of_log(*EXPECTED_LINES):
             known[model_type].from_dict(copy.deepcopy(config))  # which may change the values inside
     except Exception:  # config classes raise anything on a rope type that they refuse
         return ["AutoConfig", *names]

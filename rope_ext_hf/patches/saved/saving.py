@@ -16,7 +16,7 @@ from torch import nn
 from rope_ext_hf.errors import CheckpointError, warn_caller
 from rope_ext_hf.files.model_files import name_way_out
 from rope_ext_hf.foreign_logs import left_out_of_log
-from rope_ext_hf.models.config import UNKNOWN_TYPE
+from rope_ext_hf.models.config import EXPECTED_LINES
 from rope_ext_hf.models.config_keys import PATCH_KEY, own_keys
 from rope_ext_hf.models.engine_keys import compare_engines, former_spelling
 from rope_ext_hf.patches.saved.adapters import modules_with_adapters, record_before_saving
@@ -76,7 +76,7 @@ class _RewritingSave:
                 "model.push_to_hub(repo_id), or save it to a folder and upload that"
             )
         _record_trained_values(self.model)
-        with left_out_of_log(*UNKNOWN_TYPE), _trained_left_out(self.model):
+        with left_out_of_log(*EXPECTED_LINES), _trained_left_out(self.model):
             save()
         is_main_process = args[0] if args else kwargs.get("is_main_process", True)
         folder = Path(save_directory)
@@ -99,7 +99,7 @@ def finish_saving(model: PreTrainedModel, folder: Path, *, is_main_process: bool
     _record_trained_values(model)
     model._keys_to_ignore_on_save = _without_trained(model)
     if is_main_process:
-        with left_out_of_log(*UNKNOWN_TYPE):
+        with left_out_of_log(*EXPECTED_LINES):
             model.config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import logging
 import math
 import re
 import subprocess
@@ -393,3 +394,24 @@ def test_saving_says_nothing_where_plain_transformers_loads(
     rope.patch(build("llama"), method, **parameters).save_pretrained(tmp_path / "model")
     assert not [warning for warning in recwarn if "from_pretrained alone" in str(warning.message)]
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("method", "arguments"), [("cope", {}), ("yarn", {"factor": 4, "attention_factor": 1.3})])
+def test_saving_and_loading_print_nothing_of_keys_for_other_engines(
+    method: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers prints that it does not know them; what it says of other keys is printed as before."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        rope.patch(build("llama"), method, **arguments).save_pretrained(tmp_path)
+        model = rope.from_pretrained(tmp_path)
+        assert [line for line in lines if "rope_parameters" in line] == []
+        model.config.rope_parameters["of_somebody_else"] = 1
+        model.save_pretrained(tmp_path)
+    finally:
+        logger.removeHandler(handler)
+    assert any("of_somebody_else" in line for line in lines)
