@@ -31,6 +31,7 @@ from tests.support.saved_models import (
     saved_config,
     saved_rope,
 )
+from tests.support.tiers import OLDER
 
 # Run in a process that never imports the package: loads every folder named in the manifest and notes what it reads.
 PLAIN_PROCESS = """
@@ -414,4 +415,4 @@ def test_saving_and_loading_print_nothing_of_keys_for_other_engines(
         model.save_pretrained(tmp_path)
     finally:
         logger.removeHandler(handler)
-    assert any("of_somebody_else" in line for line in lines)
+    assert OLDER or any("of_somebody_else" in line for line in lines)  # 5.0 names no keys when it saves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
 import pickle
@@ -123,7 +124,11 @@ def test_the_attention_factor_of_a_scaling_stays() -> None:
     assert cos.std() > 0.1 < sin.std()
     torch.testing.assert_close(dropped_cos, torch.full_like(cos, 0.1 * math.log(4) + 1))
     assert not dropped_sin.any()
-    # OLMo 3 scales only the layers that attend to everything.
+
+
+def test_layers_with_other_attention_factors_are_refused() -> None:
+    """OLMo 3 scales only the layers that attend to everything."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
     model = build("olmo3", scaling, max_position_embeddings=4 * TRAINED)
     with pytest.raises(UnsupportedModelError, match=r"attention factors of 1, 1.13863; choose layers that have the s"):
         rope.patch(model, "nope", layers=[0, 1])
@@ -336,7 +341,9 @@ def test_a_layer_that_is_given_something_else_says_so() -> None:
     cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(4)[None])
     hidden = torch.randn(1, 4, model.config.hidden_size)
     by_name = model.model.layers[0](hidden, position_embeddings=(cos, sin))
-    in_order = model.model.layers[0](hidden, None, None, None, False, (cos, sin))
+    arguments = inspect.signature(type(model.model.layers[0]).forward).parameters
+    before = [each.default for each in list(arguments.values())[2 : list(arguments).index("position_embeddings")]]
+    in_order = model.model.layers[0](hidden, *before, (cos, sin))
     torch.testing.assert_close(by_name, in_order)
 
 
