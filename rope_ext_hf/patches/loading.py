@@ -83,11 +83,14 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     if not raw:
         raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id that can be reached")
     check_stated(raw)
-    inner = {key: value for key, value in raw.items() if isinstance(value, dict) and PATCH_KEY in value}
-    records = [part[PATCH_KEY] for part in (*inner.values(), raw) if PATCH_KEY in part]
+    parts = {key: value for key, value in raw.items() if isinstance(value, dict)}
+    inner = {key: part for key, part in parts.items() if part.get(PATCH_KEY) is not None}
+    records = [part[PATCH_KEY] for part in inner.values()]
+    if raw.get(PATCH_KEY) is not None:
+        records.append(raw[PATCH_KEY])
     if not records:
         return AutoConfig.from_pretrained(path, **kwargs), None
-    before = _before_patch(raw) if PATCH_KEY in raw else without_loading_code(raw)
+    before = without_loading_code(raw) if raw.get(PATCH_KEY) is None else _before_patch(raw)
     before |= {key: _before_patch(part) for key, part in inner.items()}  # two in an encoder-decoder (T5Gemma)
     return AutoConfig.for_model(before.pop("model_type"), **before), records[0]
 

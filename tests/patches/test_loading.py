@@ -15,7 +15,7 @@ import transformers
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError, FileError, FingerprintError, MethodError
-from rope_ext_hf.patches.loading import load_patched_config
+from rope_ext_hf.patches.loading import load_config, load_patched_config
 from rope_ext_hf.runs.folder.model_digest import model_digest
 from tests.support.every_model import tiny
 from tests.support.model_checks import LONG, TOLERANCE, difference
@@ -474,3 +474,10 @@ def test_an_encoder_and_a_decoder_have_a_config_each(method: str, arguments: dic
     config, _ = load_patched_config(tmp_path)
     of_user = logits(rope.from_pretrained(tmp_path, config=config), ids, decoder_input_ids=ids)
     assert torch.equal(of_user, patched)
+
+
+def test_an_empty_record_is_none(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_ext_hf": None}))
+    assert load_config(tmp_path)[1] is None

@@ -64,7 +64,7 @@ def _what_it_has(model: nn.Module) -> tuple[str, str]:
         for child in parent.children():
             if not any(name.endswith("inv_freq") for name in child._buffers):
                 continue
-            arguments = _arguments(child)
+            arguments = forward_arguments(child)
             if "position_ids" not in arguments:
                 return (
                     f"its {type(child).__name__} takes {listed(arguments)} and no position_ids, so it chooses the "
@@ -102,7 +102,7 @@ def _what_it_has(model: nn.Module) -> tuple[str, str]:
 def _takes_positions_alone(module: nn.Module) -> bool:
     """Return whether a module computes something of positions, without parameters or other modules (GPT-J's table)."""
     has_parts = any(True for _ in module.parameters()) or any(True for _ in module.children())
-    return not has_parts and "position_ids" in _arguments(module)
+    return not has_parts and "position_ids" in forward_arguments(module)
 
 
 def _rotates_itself(module: nn.Module) -> bool:
@@ -112,7 +112,7 @@ def _rotates_itself(module: nn.Module) -> bool:
     method without such a function, which may be for other positions than the model has (Wav2Vec2-Conformer).
     """
     is_attention = any(isinstance(child, nn.Linear) for child in module.children())
-    if not is_attention or "position_embeddings" in _arguments(module):
+    if not is_attention or "position_embeddings" in forward_arguments(module):
         return False
     forward = inspect.unwrap(type(module).forward)
     methods = [getattr(type(module), name, None) for name in forward.__code__.co_names]
@@ -127,13 +127,13 @@ def reads_no_tokens(model: nn.Module, rotary_module: nn.Module) -> UnsupportedMo
     """Return the error for a model of images or sound whose rotary module has no context length in tokens."""
     config: Any = model.config
     return UnsupportedModelError(
-        f"{type(model).__name__} ({config.model_type}) takes {_arguments(model)[0]} and no tokens: its "
+        f"{type(model).__name__} ({config.model_type}) takes {forward_arguments(model)[0]} and no tokens: its "
         f"{type(rotary_module).__name__} rotates by places in an image, a video or a sound, and there is no context "
         "length that a method could extend. Leave it as it is; if it is a part of a language model, patch the whole "
         "model"
     )
 
 
-def _arguments(module: nn.Module) -> list[str]:
+def forward_arguments(module: nn.Module) -> list[str]:
     """Return the names of the arguments of a module's forward."""
     return list(inspect.signature(type(module).forward).parameters)[1:]

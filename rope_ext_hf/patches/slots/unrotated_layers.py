@@ -6,7 +6,6 @@ attention module inside it, puts cos 1 and sin 0 in the place of what it is give
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.patches.slots.slot_refusals import forward_arguments
 
 _ARGUMENT = "position_embeddings"
 """The argument by which layers of transformers take cos and sin; a layer without it is refused."""
@@ -40,7 +40,7 @@ class DroppedRotation:
         """
         if _ARGUMENT in kwargs:
             return args, kwargs | {_ARGUMENT: self._without_rotation(module, kwargs[_ARGUMENT])}
-        place = _arguments(module).index(_ARGUMENT)
+        place = forward_arguments(module).index(_ARGUMENT)
         angles = args[place] if len(args) > place else ()
         return (*args[:place], self._without_rotation(module, angles), *args[place + 1 :]), kwargs
 
@@ -85,16 +85,11 @@ def taking_angles(decoder: nn.Module, index: int, count: int, rotary_modules: Co
 
 
 def _outermost_taking_angles(module: nn.Module) -> Iterator[nn.Module]:
-    if _ARGUMENT in _arguments(module):
+    if _ARGUMENT in forward_arguments(module):
         yield module
         return
     for child in module.children():
         yield from _outermost_taking_angles(child)
-
-
-def _arguments(module: nn.Module) -> list[str]:
-    """Return the names of the arguments of a module's forward."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def unrotated_layers(model: nn.Module) -> tuple[int, ...]:

@@ -235,7 +235,8 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     reference = _reference(config)
     reports, notes = [reference.report], [reference.note] if reference.note else []
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
-    for_chosen_layers = any((part.get(PATCH_KEY) or {}).get("layers") for part in parts)
+    records = [part.get(PATCH_KEY) for part in parts]
+    for_chosen_layers = any(isinstance(record, Mapping) and record.get("layers") for record in records)
     for cls in list_engines().values():
         if cls.reference or cls.rules_of:
             continue

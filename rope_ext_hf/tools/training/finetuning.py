@@ -105,9 +105,9 @@ def _settings(options: Finetuning) -> dict[str, Any]:
         "method": method if isinstance(method, str) else method.to_dict(),
     }
     settings["params"] = settings.pop("parameters")
-    settings["layers"] = list(options.layers)
-    if not options.layers:  # so that a run is continued that was begun before there was this setting
-        del settings["layers"]
+    layers = list(settings.pop("layers"))
+    if layers:  # else left out, so that a run is continued that was begun before there was this setting
+        settings["layers"] = layers
     del settings["report_to"]  # a run may be continued with another logger
     return settings
 

@@ -23,6 +23,7 @@ from rope_ext_hf.errors import (
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.engines.base import find_engine
+from rope_ext_hf.tools.serving.auditing import audit_config
 from rope_ext_hf.tools.serving.configs import make_target, open_model
 from tests.support.commands import run
 from tests.support.every_model import tiny
@@ -48,6 +49,9 @@ def test_a_patch_for_chosen_layers_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ServingError, match="the patch of this model is for chosen layers"):
                 serving.serving_config(source, "vllm", plugin=True)
         assert "serve-config" not in str(serving.audit(tmp_path / name))
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        damaged = str(audit_config(config | {"rope_ext_hf": "nope"}))
+        assert "record of this config is damaged" in damaged
     # Named, the layers that a patch is for without a choice are no other ones.
     model, same = (rope.patch(build("gemma3"), "yarn", factor=4, **a) for a in ({"layers": "full_attention"}, {}))
     config, expected = (serving.serving_config(each, "vllm", plugin=True) for each in (model, same))
