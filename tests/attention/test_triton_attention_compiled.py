@@ -18,7 +18,7 @@ from tests.support.triton_compiler import SHARED_KILOBYTES, WithoutDevice, resou
 KERNELS = triton_attention._attend_zones, triton_attention._merge_parts
 HEADS, KV_HEADS = 32, 8
 SPILLED = {"reading": 720, "step": 24}
-"""Bytes per thread, measured with Triton 3.7.1: once per zone for reading, where queries are rotated."""
+"""Bytes per thread, the larger of Triton 3.7.1 and 3.9.0: once per zone for reading, where queries are rotated."""
 
 
 def launch(
@@ -55,7 +55,8 @@ def test_the_kernel_keeps_its_budget(work: str, tokens: int, parts: int, dim: in
     assert device.launches == (2 if parts > 1 else 1)
     (variant,) = device.variants
     taken = resources(variant)
-    assert taken.spilled <= (0 if (work, dim) == ("reading", 64) else SPILLED[work]), taken
+    most = 64 if (work, dim) == ("reading", 64) else SPILLED[work]  # the 64 under Triton 3.9.0, none under 3.7.1
+    assert taken.spilled <= most, taken
     assert not spills_in_products(variant), taken
     assert taken.shared <= SHARED_KILOBYTES[target] * 1024, taken
     assert max(taken.loads) == max(taken.stores) == 128, taken  # bits

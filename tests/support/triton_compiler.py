@@ -70,6 +70,9 @@ class WithoutDevice(DriverBase):  # type: ignore[misc, unused-ignore]
     def __exit__(self, *_: Any) -> None:
         self.variants = [variant for made, *_ in self.kernel.device_caches.values() for variant in made.values()]
         for kernel in self.kernels:
+            for made, *_ in kernel.device_caches.values():
+                for variant in made.values():
+                    variant.module = None  # there is none to unload, which Triton 3.9 would ask the driver for later
             kernel.device_caches.clear()
         triton.runtime.driver._active = None  # `reset_active` looks for a device at once
 
