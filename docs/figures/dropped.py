@@ -96,6 +96,8 @@ def _verdict(entry: Row, multiple: float, length: int) -> str:
     for name in ("unpatched", "yarn"):
         changes = [loss - losses[name][text] for text, loss in losses["cope"].items() if text in losses[name]]
         over[name] = estimate(changes, [1.0] * len(changes))
+    if over["unpatched"].low is not None and over["unpatched"].low > 0:
+        return f"does not help: at {multiple:g}x worse than the unpatched model"
     if over["unpatched"].high is None or over["unpatched"].high >= 0:
         return "does not help"
     lost, kept = (rise(entry, name, multiple, length).value for name in ("unpatched", "cope"))
