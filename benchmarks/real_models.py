@@ -57,10 +57,11 @@ class RealModel:
         data: the text, as `rope-ext ppl --data` takes it.
         device: what the model runs on.
         dtype: the name of its dtype.
+        weights: where its weights are from, for its tables; None: from its publisher.
         entries: the entries of the file; that of this model is added to them, if it is not there.
     """
 
-    def __init__(self, name: str, data: str, device: str, dtype: str, entries: list[Row]) -> None:
+    def __init__(self, name: str, data: str, device: str, dtype: str, weights: str | None, entries: list[Row]) -> None:
         self.model = load_model(name, device=device, dtype=getattr(torch, dtype))
         self.tokenizer = load_tokenizer(name)
         rotary = ModelRope.of_model(self.model).rotary
@@ -74,7 +75,7 @@ class RealModel:
             "context_length": self.context_length,
             "dtype": dtype,
             "targets": self.context_length // TARGETS,
-        }
+        } | ({"weights": weights} if weights else {})
         about = with_machine(about, device)
         same = ("model", "device", "dtype", "versions")
         matching = [entry for entry in entries if all(entry[key] == about[key] for key in same)]
@@ -138,6 +139,7 @@ def main() -> None:
     parser.add_argument("--model", help="a folder or a Hub id; default: SmolLM2-135M-Instruct, see smollm2.py")
     parser.add_argument("--data", default="stdlib?join=400000", help="the text, as rope-ext ppl --data takes it")
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
+    parser.add_argument("--weights", help="what the tables say of its weights, if they are not its publisher's")
     parser.add_argument("--texts", type=int, default=8, help="at most so many texts")
     parser.add_argument("--methods", default=",".join(METHODS), help="in the order in which each text is read")
     parser.add_argument(
@@ -155,9 +157,10 @@ def main() -> None:
     record = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {"models": []}
     record |= {"command": "make real-models", "versions": with_machine({}, arguments.device)["versions"]}
     dtype = arguments.dtype or usual_dtype(arguments.device)
-    model = RealModel(
-        arguments.model or str(smollm2.fetch()), arguments.data, arguments.device, dtype, record["models"]
-    )
+    name, weights = arguments.model, arguments.weights
+    if name is None:
+        name, weights = str(smollm2.fetch()), smollm2.WEIGHTS
+    model = RealModel(name, arguments.data, arguments.device, dtype, weights, record["models"])
     multiples = [float(multiple) for multiple in arguments.multiples.split(",")]
     longest = model.lengths(max(multiples))[-1]
     texts = list(model.stretches(longest))[: arguments.texts]

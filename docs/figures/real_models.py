@@ -111,6 +111,11 @@ def measured_rows(entry: Row) -> list[list[Any]]:
     return rises
 
 
+def _weights(entry: Row) -> str:
+    """Return what is said of a model's weights where they are not those of its publisher."""
+    return f"{entry['weights']}, " if "weights" in entry else ""
+
+
 def section(entry: Row) -> str:
     """Return the table of one model: the rise of the loss of every method at every length."""
     context_length, first = entry["context_length"], first_multiple(entry)
@@ -132,7 +137,7 @@ def section(entry: Row) -> str:
         f"{len(texts)} {'text' if len(texts) == 1 else 'texts'} ({', '.join(texts)}), {entry['targets']:,} tokens "
         "of each scored at every length. " + stamp(entry, "make real-models")
     )
-    size = f"{entry['parameters'] / 1e9:.3g} billion parameters, context length {context_length:,}"
+    size = f"{entry['parameters'] / 1e9:.3g} billion parameters, {_weights(entry)}context length {context_length:,}"
     rises = f"**{entry['model']}** in {entry['dtype']}, {size}:" + markdown_table(["method", *heads], table, note)
     return rises + (answers_table(entry) if entry["answers"] else "")
 
@@ -193,7 +198,7 @@ def _ratio_table(entry: Row) -> str:
     measured = dtypes if len(by_dtype) > 1 else f"in {entry['dtype']}"
     for further, _ in columns[by_first:]:
         measured += f"; at {further:g}x in {rows(entry, 'unpatched', further)[0]['dtype']}"
-    size = f"{entry['parameters'] / 1e6:,.0f} million parameters, context length {context_length:,}"
+    size = f"{entry['parameters'] / 1e6:,.0f} million parameters, {_weights(entry)}context length {context_length:,}"
     about = (
         f"**{entry['model']}** ({size}) on {counted(len(texts), 'novel')}: perplexity divided by that of the unpatched "
         f"model when it reads no more than {context_length:,} tokens before the same text, with its 95% interval over "
