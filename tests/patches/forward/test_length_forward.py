@@ -161,8 +161,15 @@ def test_a_cache_that_cannot_follow_is_refused(model_type: str) -> None:
         assert in_parts(model, ids, [TRAINED - 2]).isfinite().all()
 
 
-@pytest.mark.parametrize("weights", ["later", "offloaded"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3", "gpt_neox", "deepseek_v3", "llama4_text"])
+WITHOUT_WEIGHTS = [
+    (model_type, weights)
+    for model_type in ("llama", "gemma3_text", "qwen3", "gpt_neox", "deepseek_v3", "llama4_text")
+    for weights in ("later", "offloaded")
+    if (model_type, weights) != ("llama4_text", "offloaded")  # which does not run without a patch either
+]
+
+
+@pytest.mark.parametrize(("model_type", "weights"), WITHOUT_WEIGHTS)
 def test_a_cache_is_followed_where_the_weights_were_not_at_hand(model_type: str, weights: str) -> None:
     """A small model of the class tells how keys are kept; no forward that the user did not make runs the model."""
     model, seen = build_known(model_type), []
@@ -173,6 +180,8 @@ def test_a_cache_is_followed_where_the_weights_were_not_at_hand(model_type: str,
         rope.patch(model, "dynamic-yarn")
         model.to_empty(device="cpu")
         model.load_state_dict(filled.state_dict())
+        if model_type == "gemma3_text":
+            model.model.embed_tokens.embed_scale.copy_(filled.model.embed_tokens.embed_scale)  # in no state dict
         model.eval()
     else:
         accelerate.cpu_offload(model)
