@@ -75,7 +75,8 @@ class RealModel:
             "context_length": self.context_length,
             "dtype": dtype,
             "targets": self.context_length // TARGETS,
-        } | ({"weights": weights} if weights else {})
+            "weights": weights,
+        }
         about = with_machine(about, device)
         same = ("model", "device", "dtype", "versions")
         matching = [entry for entry in entries if all(entry[key] == about[key] for key in same)]

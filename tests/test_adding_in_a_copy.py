@@ -21,6 +21,17 @@ from checks.additions import CHANGES
 
 pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parent.parent
+LOOKED_UP = (
+    # how the class of a family pairs dims
+    "models/test_families.py::test_every_pairing_of_the_table_is_one_that_is_tested",
+    # a published config that a recipe is for
+    "tools/serving/test_configs_recipes.py::test_the_arguments_give_what_transformers_computes_from_the_entry[Nobody's]",
+    # which engines do not read the new spelling of a config
+    "tools/serving/test_serving_commands.py::test_audit_says_by_its_exit_code_whether_engines_agree",
+    # where a public name stands on the API page
+    "test_docs.py::test_public_names_stand_on_the_api_page",
+)
+"""Tests that compare an addition with what its author has to look up, and that therefore fail in the copy."""
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "site", "__pycache__", ".*_cache")
 
 
@@ -77,9 +88,7 @@ def test_what_runs_over_everything_registered_passes(copy: Path) -> None:
     contracts = ["tests/reading/test_protocols.py", "tests/tools/serving", "tests/models/test_families.py"]
     contracts += ["tests/test_architecture.py", "tests/test_docs.py"]
     pytest_run = ["-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-m", "not slow"]
-    # These two ask for what only a person can write: the pairing of a class by its code, and a place on the API page.
-    pytest_run += ["--deselect=tests/models/test_families.py::test_every_pairing_of_the_table_is_one_that_is_tested"]
-    pytest_run += ["--deselect=tests/test_docs.py::test_public_names_stand_on_the_api_page"]
+    pytest_run += [f"--deselect=tests/{test}" for test in LOOKED_UP]
     ran = run(copy, *pytest_run, *contracts) + run(copy, *pytest_run, "-k", "slow-half or far-thirds", "tests/methods")
     for addition in ('"slow-half"', "[0-150-far-thirds]", "[hrm_text]", "[tail]"):
         assert addition in ran, f"no test of everything registered ran over {addition}"

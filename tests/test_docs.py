@@ -157,7 +157,7 @@ def test_python_runs(page: str, tmp_path: Path) -> None:
 
 
 def runnable(page: str) -> list[list[str]]:
-    """Commands without what a test does not have: MODEL, a published model, as a GGUF file too, and a server."""
+    """Commands without what a test does not have: a published model (MODEL, model.gguf) and a server."""
     lines = [words[1:] for words in commands(page) if words[0] == "rope-ext" and not {"MODEL", "model.gguf"} & {*words}]
     return [words for words in lines if not any(word.startswith("http://") for word in words)]
 

@@ -13,6 +13,8 @@ from rope_ext_hf.runs.conclusions.statistics import estimate
 _ORDER = ("default", "yarn", "nope")
 """The methods of benchmarks/recalibration.py as they stand in the table; "default" is the unpatched model."""
 
+_WORSE = "does not help: at {:g}x worse than the unpatched model"
+
 
 def _lines() -> dict[tuple[str, float], Row]:
     """Return the last line of each method and length of training, in minutes."""
@@ -97,7 +99,7 @@ def _verdict(entry: Row, multiple: float, length: int) -> str:
         changes = [loss - losses[name][text] for text, loss in losses["cope"].items() if text in losses[name]]
         over[name] = estimate(changes, [1.0] * len(changes))
     if over["unpatched"].low is not None and over["unpatched"].low > 0:
-        return f"does not help: at {multiple:g}x worse than the unpatched model"
+        return _WORSE.format(multiple)
     if over["unpatched"].high is None or over["unpatched"].high >= 0:
         return "does not help"
     lost, kept = (rise(entry, name, multiple, length).value for name in ("unpatched", "cope"))
@@ -116,7 +118,7 @@ def _cope_on_the_bundled_model() -> list[str]:
         ]
     )
     worse = bits["cope", 16 * length] > bits["unpatched", 16 * length]
-    verdict = "does not help: at 16x worse than the unpatched model" if worse else "helps little"
+    verdict = _WORSE.format(16) if worse else "helps little"
     return ["`cope`, not trained", "bundled model", f"{bits['cope', length]:+.2f} bits per byte", beyond, verdict]
 
 

@@ -113,7 +113,7 @@ def measured_rows(entry: Row) -> list[list[Any]]:
 
 def _weights(entry: Row) -> str:
     """Return what is said of a model's weights where they are not those of its publisher."""
-    return f"{entry['weights']}, " if "weights" in entry else ""
+    return f"{entry['weights']}, " if entry.get("weights") else ""
 
 
 def section(entry: Row) -> str:

@@ -13,12 +13,14 @@ from rope_ext_hf.attention import triton_attention
 from rope_ext_hf.attention.triton_attention import ZonedAttention, attend_fused
 from rope_ext_hf.methods.tiles import ZoneEdges
 from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
-from tests.support.triton_compiler import SHARED_KILOBYTES, WithoutDevice, resources, spills_in_products
+from tests.support.triton_compiler import SHARED_KILOBYTES, TRITON_3_9, WithoutDevice, resources, spills_in_products
 
 KERNELS = triton_attention._attend_zones, triton_attention._merge_parts
 HEADS, KV_HEADS = 32, 8
 SPILLED = {"reading": 720, "step": 24}
-"""Bytes per thread, the larger of Triton 3.7.1 and 3.9.0: once per zone for reading, where queries are rotated."""
+"""Bytes per thread, as measured: once per zone for reading, where queries are rotated."""
+SPILLED_READING_64 = 64 if TRITON_3_9 else 0
+"""The same for heads of 64 dims."""
 
 
 def launch(
@@ -55,8 +57,7 @@ def test_the_kernel_keeps_its_budget(work: str, tokens: int, parts: int, dim: in
     assert device.launches == (2 if parts > 1 else 1)
     (variant,) = device.variants
     taken = resources(variant)
-    most = 64 if (work, dim) == ("reading", 64) else SPILLED[work]  # the 64 under Triton 3.9.0, none under 3.7.1
-    assert taken.spilled <= most, taken
+    assert taken.spilled <= (SPILLED_READING_64 if (work, dim) == ("reading", 64) else SPILLED[work]), taken
     assert not spills_in_products(variant), taken
     assert taken.shared <= SHARED_KILOBYTES[target] * 1024, taken
     assert max(taken.loads) == max(taken.stores) == 128, taken  # bits

@@ -9,11 +9,12 @@ pytest.importorskip("triton")
 
 from rope_ext_hf.attention import triton_merging
 from rope_ext_hf.attention.triton_merging import merge_fused
-from tests.support.triton_compiler import TARGETS, WithoutDevice, resources
+from tests.support.triton_compiler import TARGETS, TRITON_3_9, WithoutDevice, resources
 
 KERNEL = triton_merging._merge
-REGISTERS = {torch.bfloat16: (72, 64), torch.float16: (72, 64), torch.float32: (80, 56)}
-"""Per thread, NVIDIA and AMD: the larger number of Triton 3.7.1 and 3.9.0, rounded up to a multiple of 8."""
+_HALF = (72, 64) if TRITON_3_9 else (64, 40)
+REGISTERS = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float32: (80, 56)}
+"""Per thread, NVIDIA and AMD, as measured and rounded up to a multiple of 8."""
 
 
 def merge(dtype: torch.dtype, dim: int, queries: int, parts: int) -> None:

@@ -161,15 +161,19 @@ def test_a_cache_that_cannot_follow_is_refused(model_type: str) -> None:
         assert in_parts(model, ids, [TRAINED - 2]).isfinite().all()
 
 
-WITHOUT_WEIGHTS = [
-    (model_type, weights)
-    for model_type in ("llama", "gemma3_text", "qwen3", "gpt_neox", "deepseek_v3", "llama4_text")
-    for weights in ("later", "offloaded")
-    if (model_type, weights) != ("llama4_text", "offloaded")  # which does not run without a patch either
-]
+NOT_OFFLOADED = pytest.mark.xfail(raises=NotImplementedError, reason="accelerate cannot offload the unpatched class")
 
 
-@pytest.mark.parametrize(("model_type", "weights"), WITHOUT_WEIGHTS)
+@pytest.mark.parametrize(
+    ("model_type", "weights"),
+    [
+        pytest.param(
+            model_type, weights, marks=[NOT_OFFLOADED] * ((model_type, weights) == ("llama4_text", "offloaded"))
+        )
+        for model_type in ("llama", "gemma3_text", "qwen3", "gpt_neox", "deepseek_v3", "llama4_text")
+        for weights in ("later", "offloaded")
+    ],
+)
 def test_a_cache_is_followed_where_the_weights_were_not_at_hand(model_type: str, weights: str) -> None:
     """A small model of the class tells how keys are kept; no forward that the user did not make runs the model."""
     model, seen = build_known(model_type), []

@@ -9,12 +9,12 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_ext_hf.tools.serving.configs import Model, make_target
-from tests.models.test_recipes import BY_NAME, FITTING, published
+from tests.models.test_recipes import BY_NAME, published
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unrecognized keys")
 
 
-@pytest.mark.parametrize("name", sorted({name for name, _ in FITTING.values() if name and BY_NAME[name].entry}))
+@pytest.mark.parametrize("name", [name for name, recipe in BY_NAME.items() if recipe.entry])
 def test_the_arguments_give_what_transformers_computes_from_the_entry(name: str) -> None:
     recipe = BY_NAME[name]
     assert recipe.entry is not None
